@@ -1,0 +1,3 @@
+"""titan-tune: an autotuning advisor for torchtitan."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Frozen data: models, GPUs, settings, candidates, estimates, probes. No I/O."""

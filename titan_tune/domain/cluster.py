@@ -1,0 +1,37 @@
+"""What the job runs on."""
+
+from __future__ import annotations
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
+from titan_tune.domain.base import FrozenModel
+
+
+class GpuSpec(FrozenModel):
+    """One accelerator model. Rates are dense peak rates; ``source`` says where they are from."""
+
+    name: str
+    memory_gib: PositiveFloat
+    """Memory the driver reports as total, GiB."""
+    bf16_tflops: PositiveFloat
+    float8_tflops: NonNegativeFloat = 0.0
+    memory_gb_per_s: PositiveFloat
+    link_gb_per_s: PositiveFloat
+    """Per-direction bandwidth to the other GPUs of the node, GB/s."""
+    compute_capability: tuple[int, int] | None = None
+    """CUDA compute capability; ``None`` where there is none (AMD, CPU)."""
+    is_cpu: bool = False
+    source: str = ""
+
+
+class ClusterSpec(FrozenModel):
+    """Identical nodes of identical GPUs."""
+
+    gpu: GpuSpec
+    num_nodes: PositiveInt = 1
+    gpus_per_node: PositiveInt = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job, one a GPU."""
+        return self.num_nodes * self.gpus_per_node
