@@ -1,0 +1,1 @@
+"""Models and GPUs as data files with their sources, and the loader."""
