@@ -1,0 +1,1 @@
+"""From a search-space file to candidates."""
