@@ -1,0 +1,1 @@
+"""From a ProbeSpec to a ProbeOutcome: processes, metrics, classification."""
