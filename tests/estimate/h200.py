@@ -1,0 +1,61 @@
+"""The H200 rows (57 runs, torch 2.11, torchtitan 0.2.2) as Settings with what was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from titan_tune.catalog.loader import gpu_spec
+from titan_tune.domain.cluster import ClusterSpec
+from titan_tune.domain.model import ModelSpec
+from titan_tune.domain.settings import Settings
+from titan_tune.titan.keys import defaults
+from titan_tune.titan.settings import settings_from
+
+DATA = Path(__file__).parents[1] / "data" / "h200_measured.jsonl"
+
+
+@dataclass(frozen=True)
+class Row:
+    id: str
+    settings: Settings
+    active_gib: tuple[float, ...]
+    reserved_gib: tuple[float, ...]
+    device_gib: tuple[float, ...]
+    tokens_per_second: float
+    is_fake: bool
+    """One rank of the job on one GPU with collectives that do nothing."""
+
+
+@lru_cache(maxsize=1)
+def rows() -> tuple[Row, ...]:
+    return tuple(_row(json.loads(line)) for line in DATA.read_text().splitlines())
+
+
+def _row(raw: dict[str, Any]) -> Row:
+    model = ModelSpec(
+        name=raw["model"],
+        flavor=raw["flavor"],
+        dim=raw["dim"],
+        n_layers=raw["n_layers"],
+        n_heads=raw["n_heads"],
+        n_kv_heads=raw["n_kv_heads"] or raw["n_heads"],
+        head_dim=raw["dim"] // raw["n_heads"],
+        ffn_hidden_dim=raw["ffn_hidden_dim"],
+        vocab_size=raw["vocab_size"],
+    )
+    world = raw["world_size"]
+    cluster = ClusterSpec(gpu=gpu_spec("h200"), gpus_per_node=world)
+    values = {**defaults(), **raw["config"]}
+    return Row(
+        id=raw["id"],
+        settings=settings_from(values, model, cluster),
+        active_gib=tuple(raw["active_gib"]),
+        reserved_gib=tuple(raw["reserved_gib"]),
+        device_gib=tuple(raw["device_used_gib"]),
+        tokens_per_second=raw["median_tps_per_gpu"],
+        is_fake=raw["comm"] == "fake",
+    )

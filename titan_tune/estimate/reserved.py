@@ -1,0 +1,101 @@
+"""From active to reserved to device memory.
+
+Reserved is what the caching allocator holds (torchtitan logs it): each CUDA stream has its own
+pool, and freed holes inside a pool are not given back. Constants are from H200 runs (torch 2.11,
+``expandable_segments:True``); ``benchmarks/memory_accuracy.py`` reports how well they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from titan_tune.domain.estimate import Phase
+from titan_tune.domain.settings import Settings
+from titan_tune.estimate.items import GATHER_POOL, SHARD_GRADIENTS
+from titan_tune.estimate.parameters import ParamPath, Recompute, Shapes
+from titan_tune.units import GIB
+
+FRAGMENTATION: Mapping[Recompute, float] = {
+    Recompute.NONE: 0.004,
+    Recompute.OP: 0.016,
+    Recompute.EVERY: 0.02,
+    Recompute.BUDGET: 0.02,
+    Recompute.FULL: 0.10,
+}
+"""Share of the main pool lost to holes that later tensors do not fit, by what is recomputed."""
+PIPELINE_FRAGMENTATION = 0.05
+"""The same for pipeline ranks, whose activations come and go by microbatch: rows 0 to 8 %."""
+FRAGMENTATION_LIMIT_BYTES = 2.3 * GIB
+"""Holes do not grow with the pool: full AC loses this much from 1B to 8B."""
+SEGMENT_BYTES = 0.6 * GIB
+"""Half-used segments of the extra pools and streams of a sharded rank."""
+SEGMENT_SHARE = 0.05
+"""Of the main pool at most: small jobs leave small holes (traces replayed through the allocator)."""
+CONTEXT_BYTES = 0.82 * GIB
+"""CUDA context, cuBLAS and loaded kernels; rows with a fake process group show it alone."""
+COMMUNICATOR_BYTES = 0.475 * GIB
+"""NCCL's first communicator: one-GPU rows against fake process groups."""
+MESH_COMMUNICATOR_BYTES = 0.27 * GIB
+"""Each mesh dimension that talks to another GPU: two-GPU rows against one-GPU rows."""
+PIPELINE_P2P_BYTES = 0.43 * GIB
+"""Point-to-point buffers of a pipeline: PP rows against TP rows."""
+CPU_PROCESS_BYTES = 0.52 * GIB
+"""Resident set of an idle process: torchtitan imported, gloo up, one tiny backward run (torch 2.13,
+CPU build: 0.514 GiB)."""
+
+
+def reserved_bytes(shapes: Shapes, phases: Sequence[Phase]) -> float:
+    """Peak of the allocator's pools of one rank, bytes."""
+    sharded = shapes.path is ParamPath.FSDP
+    main = gather = shards = 0.0
+    for phase in phases:
+        phase_gather = phase_shards = 0.0
+        if sharded:
+            for name, size in phase.items.items():
+                if name in GATHER_POOL:
+                    phase_gather += size
+                elif name in SHARD_GRADIENTS:
+                    phase_shards += size
+        phase_main = phase.total_bytes - phase_gather - phase_shards
+        if phase.name.startswith("loss_"):
+            phase_main += _logits_hole(shapes)
+        main, gather = max(main, phase_main), max(gather, phase_gather)
+        shards = max(shards, phase_shards)
+    if shapes.pp > 1:
+        main *= 1 + PIPELINE_FRAGMENTATION
+    elif not sharded:
+        return main + min(FRAGMENTATION_LIMIT_BYTES, FRAGMENTATION[shapes.recompute] * main)
+    if not sharded:
+        return main
+    # the last block's reduce-scatter input is freed late, when its stream has run
+    late_input = 4 * shapes.block_shard_params
+    segments = min(SEGMENT_BYTES, SEGMENT_SHARE * main)
+    return main + max(gather, _gather_pool(shapes)) + shards + late_input + segments
+
+
+def _logits_hole(s: Shapes) -> float:
+    """Eager loss frees the logits in the middle of what it allocates; nothing fits there."""
+    if s.compile_loss:
+        return 0.0
+    if s.loss_parallel:
+        return 2.0 * s.compute_bytes * s.tokens * s.vocab / s.tp
+    return float(s.compute_bytes * s.tokens * s.vocab)
+
+
+def _gather_pool(s: Shapes) -> float:
+    """All-gather outputs of the output weight and a block, with their inputs."""
+    if s.pp > 1:
+        return 0.0
+    outputs = s.compute_bytes * (s.embedding_shard_params + s.block_shard_params)
+    return outputs * (1 + 1 / s.shards)
+
+
+def outside_bytes(settings: Settings) -> float:
+    """Device memory outside the allocator: context, cuBLAS and NCCL (the process on a CPU)."""
+    if settings.cluster.gpu.is_cpu:
+        return CPU_PROCESS_BYTES
+    dims = settings.dims
+    meshes = (dims.dp_replicate, dims.fsdp_degree, dims.tp, dims.pp)
+    talking = sum(degree > 1 for degree in meshes)
+    pipeline = PIPELINE_P2P_BYTES if dims.pp > 1 else 0.0
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES + talking * MESH_COMMUNICATOR_BYTES + pipeline
