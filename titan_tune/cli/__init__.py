@@ -1,0 +1,83 @@
+"""Command line: arguments to calls to exit codes. The only package that prints.
+
+Nothing heavy is imported before the command that needs it runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from titan_tune.errors import InterruptedSearchError, ProbesFailedError, TitanTuneError
+
+DEBUG_FLAG = "--debug"
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit with the contract's code."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command; returns the exit code."""
+    arguments = [a for a in argv if a != DEBUG_FLAG]
+    debug = len(arguments) != len(argv) or bool(os.environ.get("TITAN_TUNE_DEBUG"))
+    try:
+        return _dispatch(arguments)
+    except TitanTuneError as error:
+        if debug:
+            raise
+        return fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return fail("interrupted", InterruptedSearchError.exit_code)
+    except BrokenPipeError:
+        # the reader of our output went away; leave quietly, as command-line tools do
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if debug:
+            raise
+        return fail(_os_error(error), ProbesFailedError.exit_code if error.errno == errno.ENOSPC else 2)
+    except Exception as error:
+        if debug:
+            raise
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        return fail(f"internal error: {text} ({DEBUG_FLAG} shows where)", 1)
+
+
+def fail(message: str, code: int) -> int:
+    """Print one line on stderr."""
+    line = " ".join(message.split())
+    print(f"titan-tune: {line}", file=sys.stderr)
+    return code
+
+
+def _os_error(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    hint = (
+        "; what was measured is saved: free space and run the same command"
+        if error.errno == errno.ENOSPC
+        else ""
+    )
+    return f"{where}{error.strerror or error}{hint}"
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    from titan_tune.cli.app import invoke
+
+    return invoke(arguments)
+
+
+def interrupt_on_terminate() -> None:
+    """Let SIGTERM and SIGHUP end a search the way Ctrl-C does: probes stopped, state saved."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)

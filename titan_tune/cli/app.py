@@ -1,0 +1,229 @@
+"""The typer application: every command's arguments, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import titan_tune
+from titan_tune.cli import fail
+
+app = typer.Typer(
+    name="titan-tune",
+    help="Find the fastest torchtitan configuration that fits and trains soundly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs of the job (one node up to 8).")]
+Nodes = Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes of the job.")]
+GpusPerNode = Annotated[int | None, typer.Option("--gpus-per-node", min=1, help="GPUs of each node.")]
+Gpu = Annotated[
+    str | None, typer.Option("--gpu", help="GPU from the catalogue, e.g. h100-80gb; default: this machine's.")
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any dotted torchtitan key; repeatable."),
+]
+HfConfig = Annotated[
+    Path | None, typer.Option("--hf-config", help="Hugging Face config.json that defines the model.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable on stdout, everything else on stderr.")]
+Runs = Annotated[Path, typer.Option("--runs-dir", help="Folder that holds a folder for each study.")]
+Storage = Annotated[
+    str | None, typer.Option("--storage", help="Optuna storage URL; default: runs/<study>/study.db.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Find the fastest torchtitan configuration that fits and trains soundly."""
+    if version:
+        typer.echo(f"titan-tune {titan_tune.__version__}")
+        raise typer.Exit(0)
+
+
+@app.command()
+def estimate(
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="torchtitan 0.2.x TOML.")],
+    gpus: Gpus = None,
+    nodes: Nodes = None,
+    gpus_per_node: GpusPerNode = None,
+    gpu: Gpu = None,
+    sets: Sets = None,
+    hf_config: HfConfig = None,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="KEY=V1,V2,…", help="A table over one key's values.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="formula.")] = "formula",
+    as_json: Json = False,
+) -> None:
+    """Peak memory by component and phase, predicted speed, whether it fits, what is wrong with it."""
+    from titan_tune.cli.console import stdout_console
+    from titan_tune.cli.estimate import run_estimate
+
+    code = run_estimate(
+        job,
+        gpus=gpus,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu=gpu,
+        sets=sets or [],
+        hf_config=hf_config,
+        sweep=sweep,
+        method=method,
+        as_json=as_json,
+        console=stdout_console(),
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def search(
+    target: Annotated[
+        Path, typer.Argument(metavar="JOB|SPACE", help="torchtitan TOML, or a search-space file.")
+    ],
+    study: Annotated[str | None, typer.Option(help="Name of the study; default: the file's name.")] = None,
+    storage: Storage = None,
+    runs_dir: Runs = Path("runs"),
+    max_probes: Annotated[int | None, typer.Option(min=1, help="Probes in all, finals included.")] = None,
+    max_gpu_hours: Annotated[float | None, typer.Option(min=0.0, help="GPU-hours in all.")] = None,
+    max_hours: Annotated[
+        float | None, typer.Option(min=0.0, help="Hours of wall clock for this command.")
+    ] = None,
+    runner: Annotated[str, typer.Option(help="local.")] = "local",
+    plan_only: Annotated[
+        bool, typer.Option("--plan", help="Show what would be searched; run nothing.")
+    ] = False,
+    gpus: Gpus = None,
+    nodes: Nodes = None,
+    gpus_per_node: GpusPerNode = None,
+    gpu: Gpu = None,
+    sets: Sets = None,
+    hf_config: HfConfig = None,
+    as_json: Json = False,
+) -> None:
+    """Search for the fastest configuration with short real runs; the same command resumes."""
+    from titan_tune.cli.search import SearchOptions, run_search
+
+    options = SearchOptions(
+        target=target,
+        study=study,
+        storage=storage,
+        runs_dir=runs_dir,
+        max_probes=max_probes,
+        max_gpu_hours=max_gpu_hours,
+        max_hours=max_hours,
+        runner=runner,
+        plan_only=plan_only,
+        gpus=gpus,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu=gpu,
+        sets=tuple(sets or ()),
+        hf_config=hf_config,
+        as_json=as_json,
+    )
+    raise typer.Exit(run_search(options))
+
+
+@app.command()
+def export(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="Study name, or its folder.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="File to write; a folder with --pareto.")
+    ] = Path("best.toml"),
+    trial: Annotated[int | None, typer.Option(help="This trial instead of the best.")] = None,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Every configuration that none beats in both speed and memory.")
+    ] = False,
+    format_name: Annotated[str, typer.Option("--format", help="toml or command.")] = "toml",
+    storage: Storage = None,
+    runs_dir: Runs = Path("runs"),
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Write the best measured configuration as a torchtitan TOML that runs as it is."""
+    from titan_tune.cli.export import run_export
+
+    raise typer.Exit(
+        run_export(
+            study, output=output, trial=trial, pareto=pareto, format_name=format_name,
+            storage=storage, runs_dir=runs_dir, force=force,
+        )
+    )  # fmt: skip
+
+
+@app.command()
+def report(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="Study name, or its folder.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the page.")] = Path("reports"),
+    storage: Storage = None,
+    runs_dir: Runs = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Write one self-contained HTML page and its Markdown, and print the summary."""
+    from titan_tune.cli.report import run_report
+
+    raise typer.Exit(run_report(study, output=output, storage=storage, runs_dir=runs_dir, as_json=as_json))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what will work on this machine and what silently will not."""
+    from titan_tune.cli.console import stdout_console
+    from titan_tune.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(as_json=as_json, console=stdout_console()))
+
+
+@app.command()
+def diagnose(
+    path: Annotated[Path, typer.Argument(metavar="LOG_OR_DIR", help="torchtitan log, or a folder of logs.")],
+    as_json: Json = False,
+) -> None:
+    """Read a torchtitan log: what went wrong or silently did not happen, and the fix."""
+    from titan_tune.cli.console import stdout_console
+    from titan_tune.cli.diagnose import run_diagnose
+
+    raise typer.Exit(run_diagnose(path, as_json=as_json, console=stdout_console()))
+
+
+def invoke(arguments: Sequence[str]) -> int:
+    """Parse and run; usage errors are one line and exit code 2."""
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(args=list(arguments), prog_name="titan-tune", standalone_mode=False)
+    except Exception as error:
+        # click's own exceptions, wherever this typer keeps click
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+            return fail(_usage(error, arguments), int(error.exit_code))
+        if type(error).__name__ == "Abort":
+            raise KeyboardInterrupt from error
+        raise
+    return result if isinstance(result, int) else 0
+
+
+def _usage(error: Exception, arguments: Sequence[str]) -> str:
+    context = getattr(error, "ctx", None)
+    path = getattr(context, "command_path", "titan-tune")
+    message = getattr(error, "format_message", lambda: str(error))()
+    value = _given(getattr(getattr(error, "param", None), "opts", ()), arguments)
+    shown = f" (given: {value})" if value is not None and value not in message else ""
+    return f"{message}{shown} (see: {path} --help)"
+
+
+def _given(options: Sequence[str], arguments: Sequence[str]) -> str | None:
+    """What stands after one of the options on the command line."""
+    for i, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name in options:
+            return value if equals else next(iter(arguments[i + 1 : i + 2]), None)
+    return None

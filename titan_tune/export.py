@@ -1,0 +1,164 @@
+"""The result as a file: the user's own TOML with the winning values and where they come from."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import titan_tune
+from titan_tune.domain.candidate import Value
+from titan_tune.report.search import percent, tokens
+from titan_tune.study.info import StudyInfo
+from titan_tune.study.records import TrialRecord
+from titan_tune.study.selection import Standing, Winner
+from titan_tune.titan.job import Job, job_from_text, render
+from titan_tune.units import format_gib
+
+PLUGIN = "titan_tune.titan.plugin"
+PLUGIN_CONFIG = "titan_tune.titan.plugin.config"
+
+
+@dataclass(frozen=True)
+class Export:
+    """A rendered result."""
+
+    toml: str
+    command: tuple[str, ...]
+    needs_plugin: bool
+    """Whether the file only runs where titan-tune is installed beside torchtitan."""
+
+
+def plugin_reasons(job: Job, *, device: str) -> list[str]:
+    """Why a job needs titan-tune's plug-in at run time; empty when plain torchtitan runs it."""
+    reasons = []
+    if device == "cpu":
+        reasons.append("torchtitan itself does not start without an accelerator")
+    if job.model_args:
+        reasons.append(f"model flavor {job.model.flavor} is defined in [titan_tune.model_args]")
+    if job.get("compile.enable") and job.get("titan_tune.compile_mode") not in (None, "default"):
+        reasons.append(f"compile mode {job.get('titan_tune.compile_mode')} has no torchtitan key")
+    if job.get("titan_tune.data") == "synthetic":
+        reasons.append("the job trains on synthetic tokens")
+    return reasons
+
+
+def plugin_values(job: Job, *, device: str) -> dict[str, Value]:
+    """The keys that load the plug-in, keeping an import of the user's own; none when it is not needed."""
+    if not plugin_reasons(job, device=device):
+        return {}
+    values: dict[str, Value] = {
+        "job.custom_config_module": PLUGIN_CONFIG,
+        "experimental.custom_import": PLUGIN,
+    }
+    own = job.get("experimental.custom_import")
+    if own and own != PLUGIN:
+        values["titan_tune.custom_import"] = own
+    return values
+
+
+def launch_command(
+    toml: Path, *, num_nodes: int, gpus_per_node: int, custom_config: bool = False
+) -> tuple[str, ...]:
+    """The plain torchrun command for one file."""
+    rendezvous = ["--standalone"] if num_nodes == 1 else [
+        f"--nnodes={num_nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=$MASTER_ADDR:29500",
+    ]  # fmt: skip
+    return (
+        "torchrun", *rendezvous, f"--nproc-per-node={gpus_per_node}",
+        "-m", "torchtitan.train", "--job.config_file", str(toml),
+    )  # fmt: skip
+
+
+def command_text(command: Sequence[str]) -> str:
+    """The command as a shell line; ``$MASTER_ADDR`` stays a variable."""
+    return " ".join(word if word.endswith("=$MASTER_ADDR:29500") else shlex.quote(word) for word in command)
+
+
+def export(
+    info: StudyInfo, study_name: str, standing: Standing, *, winner: Winner | None, output: Path
+) -> Export:
+    """Render one measured configuration of a study.
+
+    ``winner`` gives the baseline that the gain is stated against.
+    """
+    base = info.base()
+    record = standing.latest
+    changed = dict(record.values)
+    job = base.with_values(changed)
+    reasons = plugin_reasons(job, device=info.device)
+    changed |= plugin_values(job, device=info.device)
+    command = launch_command(
+        output, num_nodes=info.cluster.num_nodes, gpus_per_node=info.cluster.gpus_per_node
+    )
+    comments = [
+        *provenance(info, study_name, standing, winner),
+        *[f"needs titan-tune beside torchtitan: {reason}" for reason in reasons],
+        *[f"set by titan-tune: {key} = {_shown(base.get(key))} -> {_shown(value)}"
+          for key, value in sorted(record.values.items()) if base.get(key) != value],
+        f"launch: {command_text(command)}",
+    ]  # fmt: skip
+    return Export(render(base, changed, comments=comments), command, bool(reasons))
+
+
+def provenance(info: StudyInfo, study_name: str, standing: Standing, winner: Winner | None) -> list[str]:
+    """Where the numbers come from, one comment a line."""
+    record, measurement = standing.latest, standing.latest.measurement
+    low, high = standing.interval
+    lines = [
+        f"titan-tune {titan_tune.__version__}: study {study_name}, trial {record.number},"
+        f" configuration {standing.config_id}, study of {info.created}",
+        f"measured: {tokens(standing.tokens_per_second)} tokens/s per GPU, 95 % interval"
+        f" {tokens(low)} to {tokens(high)}, {len(standing.runs)} run(s)",
+    ]
+    if measurement:
+        kind = "resident set size" if measurement.memory_kind == "rss" else "active"
+        memory = f"peak memory: {format_gib(measurement.peak_active_bytes)} {kind}"
+        if measurement.memory_kind != "rss":
+            memory += (
+                f", {format_gib(measurement.peak_reserved_bytes)} reserved,"
+                f" {format_gib(measurement.peak_device_bytes)} on the device"
+            )
+        lines.append(memory)
+    if winner and winner.baseline and winner.baseline.config_id != standing.config_id:
+        gain = standing.tokens_per_second / winner.baseline.tokens_per_second - 1.0
+        lines.append(
+            f"gain: {percent(gain)} over the job as it was"
+            f" ({tokens(winner.baseline.tokens_per_second)} tokens/s per GPU)"
+        )
+    lines.append(f"on: {hardware(info)}")
+    lines += [
+        f"changes numerics: {axis} = {record.choices[axis]}"
+        for axis in numerics_changes(info, record, winner)
+    ]
+    return lines
+
+
+def hardware(info: StudyInfo) -> str:
+    """GPUs and versions in one line."""
+    cluster, environment = info.cluster, info.environment
+    found = {**environment.get("packages", {}), "driver": environment.get("driver")}
+    names = ("torch", "torchtitan", "torchao", "driver")
+    versions = ", ".join(f"{name} {found[name]}" for name in names if found.get(name))
+    count = cluster.num_nodes * cluster.gpus_per_node
+    return f"{count} x {environment.get('gpu') or cluster.gpu.name}; {versions}"
+
+
+def numerics_changes(info: StudyInfo, record: TrialRecord, winner: Winner | None) -> list[str]:
+    """Numerics-changing axes whose value differs from the baseline's."""
+    base = winner.baseline.latest.choices if winner and winner.baseline else {}
+    return [
+        axis
+        for axis in info.numerics_axes
+        if axis in record.choices and record.choices[axis] != base.get(axis)
+    ]
+
+
+def _shown(value: Value) -> str:
+    return "unset" if value is None else repr(value)
+
+
+def check_round_trip(exported: Export) -> Job:
+    """The exported file read back, as a user's next command will."""
+    return job_from_text(exported.toml, name="export")

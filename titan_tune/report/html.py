@@ -1,0 +1,279 @@
+"""The report as one self-contained HTML page: no script, no network, readable on a phone and on paper."""
+
+from __future__ import annotations
+
+import titan_tune
+from titan_tune.report import charts, words
+from titan_tune.report.answer import Answer
+from titan_tune.report.data import ReportData
+from titan_tune.report.markup import Markup, el, join
+from titan_tune.report.pieces import (
+    NOTHING,
+    changes,
+    choices,
+    common,
+    facts,
+    legend,
+    maybe,
+    source,
+    table,
+    tile,
+)
+from titan_tune.report.rows import Axis, Configuration, TrialRow
+from titan_tune.report.style import CSS
+from titan_tune.report.words import percent, tokens
+from titan_tune.units import format_duration
+
+GENERATOR = "titan-tune report"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""Content security policy: the page may load nothing, whatever a study holds."""
+
+
+def render_html(data: ReportData) -> str:
+    """The whole page."""
+    sections: list[tuple[str, str, list[str]]] = [
+        ("answer", "The answer", _answer(data)),
+        ("price", "The price", _price(data)),
+        ("configurations", "Every measured configuration", _configurations(data)),
+        ("progress", "Progress", _progress(data)),
+        ("predictions", "Predicted against measured", _predictions(data)),
+        ("axes", "The effect of each axis", _effects(data)),
+        ("trials", "All trials", _trials(data)),
+        ("rejected", f"Rejected before any {data.worker}", _rejected(data)),
+        ("failed", "What failed", _failed(data)),
+        ("method", "How it was measured", _method(data)),
+        ("limits", "Limits", [el("ul", *(el("li", text) for text in words.limits(data)))]),
+    ]
+    nav = el("nav", *(el("a", title, href=f"#{name}") for name, title, _ in sections), aria_label="Contents")
+    about = f"{data.job} on {data.method.hardware} · study {data.study} · {data.method.made[:10]}"
+    body = el(
+        "main",
+        el("header", el("p", about), el("h1", words.headline(data)), nav),
+        *(el("section", el("h2", title), *blocks, id=name) for name, title, blocks in sections),
+    )
+    return f"<!doctype html>\n{el('html', _head(data), el('body', body), lang='en')}\n"
+
+
+def _head(data: ReportData) -> Markup:
+    return el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        el("meta", name="generator", content=f"{GENERATOR} {titan_tune.__version__}"),
+        el("title", f"{data.study}: titan-tune report"),
+        el("style", Markup(CSS)),
+    )
+
+
+def _answer(data: ReportData) -> list[str]:
+    found = data.answer
+    if found is None:
+        why = [el("p", f"{t.status}: {t.message}") for t in data.failures[:1]]
+        return [el("p", words.no_winner(data), class_="note"), *why]
+    blocks: list[str] = [
+        _tiles(data, found),
+        el("p", words.gain_sentence(data, found)),
+        el("p", words.runs_sentence(found)),
+        el("p", "Peak memory: ", words.memory_sentence(data, found.memory)),
+        el("p", words.numerics_sentence(found), class_="note" if found.numerics else None),
+    ]
+    if found.choices:
+        blocks += [el("h3", "The configuration"), facts(found.choices)]
+    if found.keys:
+        blocks += [el("h3", "What changes in the job file"), changes(found.keys)]
+    return [*blocks, el("h3", "Export it"), el("pre", el("code", data.export_command))]
+
+
+def _tiles(data: ReportData, found: Answer) -> Markup:
+    low, high = found.interval
+    tiles = [
+        tile(
+            words.unit(data), "measured", tokens(found.tokens_per_second), f"{tokens(low)} to {tokens(high)}"
+        )
+    ]
+    if found.gain is not None and found.gain_interval is not None and not found.is_baseline:
+        bounds = f"{percent(found.gain_interval[0])} to {percent(found.gain_interval[1])}"
+        tiles.append(tile("over the job as it was", "measured", percent(found.gain), bounds))
+    memory = found.memory
+    if memory.kind == "rss":
+        tiles.append(tile("peak memory", "measured", f"{memory.active_gib:.2f} GiB", "resident set size"))
+    else:
+        more = f"{memory.device_gib:.1f} of {data.method.capacity_gib:.1f} GiB used on the device"
+        tiles.append(tile("peak active memory", "measured", f"{memory.active_gib:.1f} GiB", more))
+    spent, probes = words.hours(data.price.gpu_hours), words.plural(data.price.probes, "probe")
+    tiles.append(tile(f"{words.hour_unit(data)} used", "measured", spent, probes))
+    return el("div", *tiles, class_="tiles")
+
+
+def _price(data: ReportData) -> list[str]:
+    sentences = [el("p", words.price_sentence(data)), el("p", words.break_even_sentence(data))]
+    formula = words.break_even_formula(data)
+    if not formula:
+        return list(sentences)
+    why = (
+        "What took an hour takes 1 ÷ (1 + gain) of an hour now; what that saves on all of the job's devices is set"
+        " against what the search used. "
+    )
+    return [*sentences, el("pre", formula), el("p", why, source("computed"), class_="soft")]
+
+
+def _configurations(data: ReportData) -> list[str]:
+    if not data.configurations:
+        return [el("p", "No configuration was measured.")]
+    scale = charts.configuration_scale(data.configurations)
+    base = data.answer.baseline_tokens_per_second if data.answer else None
+    axis = el(
+        "li", el("span", words.unit(data), class_="name soft"), charts.configuration_axis(scale), el("span")
+    )
+    intro = (
+        f"Median {words.unit(data)} with its 95 % interval, fastest first. The axis does not start at zero. "
+    )
+    keys = [
+        ("final", "measured again in the finals"),
+        ("probe", "measured while exploring"),
+        *([("baseline", "the job as it was (dashed line)")] if base is not None else []),
+        ("final best", "the best"),
+    ]
+    note = words.order_note(data)
+    return [
+        el("p", intro, source("measured")),
+        *common(data),
+        legend(keys),
+        el("ul", axis, *(_configuration(c, scale, base) for c in data.configurations), class_="rows"),
+        *([el("p", note, class_="soft")] if note else []),
+    ]
+
+
+def _configuration(config: Configuration, scale: charts.Scale, base: float | None) -> Markup:
+    tags = [el("span", mark, class_=f"tag {mark.split()[0]}") for mark in config.marks]
+    gain = "" if config.gain is None or config.is_baseline else f" ({percent(config.gain)})"
+    bounds = f"{tokens(config.interval[0])} to {tokens(config.interval[1])}"
+    return el(
+        "li",
+        el("span", choices(config.choices), " ", join(tags, " "), class_="name"),
+        el("span", charts.configuration_row(config, scale, base), class_="plot"),
+        el("span", tokens(config.tokens_per_second), gain, el("small", bounds), class_="value"),
+        class_="best" if config.is_best else None,
+    )
+
+
+def _progress(data: ReportData) -> list[str]:
+    if not data.steps:
+        return [el("p", "No probe has finished.")]
+    intro = (
+        f"Throughput ({words.unit(data)}) of each probe over the {words.minute_unit(data)} spent when it ended;"
+        " the line is the best of the exploring probes so far. "
+    )
+    keys = [
+        ("probe", "exploring"),
+        ("baseline", "the job as it was"),
+        ("final", "finals"),
+        ("failed", "not measured"),
+    ]
+    return [el("p", intro, source("measured")), legend(keys), charts.progress(data)]
+
+
+def _predictions(data: ReportData) -> list[str]:
+    panels = []
+    for title, comparison, is_memory in (
+        (f"Throughput, {words.unit(data)}", data.throughput, False),
+        ("Peak active memory, GiB", data.memory, True),
+    ):
+        chart = [charts.scatter(comparison, label=title)] if comparison.points else []
+        sentence = el("p", words.error_sentence(data, memory=is_memory))
+        panels.append(el("div", el("h3", title), *chart, sentence))
+    across = el("p", "Across: ", source("predicted"), " by formula, before any probe. Up: ", source("measured"),
+                ". On the dashed line both are equal.")  # fmt: skip
+    surprise = words.surprise_sentence(data)
+    return [across, el("div", *panels, class_="pair"), *([el("p", surprise)] if surprise else [])]
+
+
+def _effects(data: ReportData) -> list[str]:
+    if not data.effects:
+        return [el("p", words.NO_EFFECTS)]
+    scale = charts.effect_scale(data.effects)
+    rows = [
+        (
+            e.axis, f"{e.before} → {e.after}", percent(e.median_ratio - 1.0), str(e.pairs),
+            f"{percent(e.lowest_ratio - 1.0)} to {percent(e.highest_ratio - 1.0)}",
+            words.gib_change(e.median_memory_gib), el("td", charts.effect_row(e, scale), class_="plot"),
+        )
+        for e in data.effects
+    ]  # fmt: skip
+    names = ("axis", "step", "change", "pairs", "range", "peak memory", "throughput; dashed: no change")
+    return [el("p", words.EFFECTS, " ", source("measured")), table(names, rows)]
+
+
+def _trials(data: ReportData) -> list[str]:
+    if not data.trials:
+        return [el("p", "No probe has finished.")]
+    intro = (
+        f"One line a probe, oldest first. tokens/s per {data.worker}; first step: from launch to the end of step 1,"
+        " compilation included; retries: of the allocator; folders are under the study's "
+    )
+    names = ("#", "role", "status", "tokens/s", "duration", "first step", "last loss", "retries", "configuration",
+             "folder")  # fmt: skip
+    return [
+        el("p", intro, el("code", "trials/"), ". ", source("measured")),
+        *common(data),
+        table(names, [_trial(t) for t in data.trials]),
+    ]
+
+
+def _trial(t: TrialRow) -> tuple[str, ...]:
+    return (
+        str(t.number),
+        t.role,
+        t.status,
+        maybe(t.tokens_per_second, tokens),
+        format_duration(t.seconds),
+        maybe(t.time_to_first_step, lambda seconds: f"{seconds:.1f} s"),
+        maybe(t.final_loss, lambda loss: f"{loss:.4f}"),
+        maybe(t.alloc_retries, str),
+        el("td", choices(t.choices), class_="wide"),
+        el("td", el("code", t.folder), class_="folder"),
+    )
+
+
+def _rejected(data: ReportData) -> list[str]:
+    funnel = el("p", words.funnel_sentence(data))
+    rows = [
+        (el("td", el("code", r.rule)), f"{r.count:,}", el("td", r.example or NOTHING, class_="wide"))
+        for r in data.coverage.rejected
+    ]
+    if not rows:
+        return [funnel]
+    by = el("p", "By rule and by formula; nothing in this table ran. ", source("predicted"), class_="soft")
+    return [funnel, table(("rule", "count", "for example"), rows), by]
+
+
+def _failed(data: ReportData) -> list[str]:
+    blocks: list[str] = [_failures(data) if data.failures else el("p", words.no_failures(data))]
+    if data.warnings:
+        lines = (el("li", f"#{number}: {warning}") for number, warning in data.warnings)
+        blocks += [el("h3", "Warnings of probes"), el("ul", *lines)]
+    return blocks
+
+
+def _failures(data: ReportData) -> Markup:
+    rows = []
+    for t in data.failures:
+        details = ", ".join(f"{name}: {value}" for name, value in t.details)
+        more = [el("br"), el("small", details, class_="soft")] if details else []
+        why = el("td", t.message or "no message", *more, class_="wide")
+        rows.append((str(t.number), t.role, t.status, why, el("td", choices(t.choices), class_="wide")))
+    return table(("#", "role", "status", "why", "configuration"), rows)
+
+
+def _method(data: ReportData) -> list[str]:
+    blocks: list[str] = [facts(words.method_rows(data))]
+    if data.axes:
+        rows = [(_axis_name(axis), el("td", ", ".join(axis.labels), class_="wide")) for axis in data.axes]
+        blocks += [el("h3", "Axes that were searched"), table(("axis", "values"), rows)]
+    return blocks
+
+
+def _axis_name(axis: Axis) -> Markup:
+    mark = [" ", el("span", "changes numerics", class_="tag changes")] if axis.changes_numerics else []
+    return el("td", axis.name, *mark)

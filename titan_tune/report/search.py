@@ -1,0 +1,283 @@
+"""What a person sees of a search: a live picture on a terminal, plain lines elsewhere, a summary at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from titan_tune.domain.probe import ProbeStatus
+from titan_tune.space.axes import Budget
+from titan_tune.study.budget import SECONDS_PER_HOUR, Spent
+from titan_tune.study.plan import Plan
+from titan_tune.study.records import TrialRecord
+from titan_tune.study.search import Running, Snapshot
+from titan_tune.study.selection import Standing, Winner, standings, winner
+from titan_tune.units import format_duration, format_gib
+
+SHOWN_CONFIGURATIONS = 10
+SHOWN_FAILURES = 8
+STATUS_STYLE = {
+    ProbeStatus.COMPLETED: "green",
+    ProbeStatus.INFRASTRUCTURE: "yellow",
+    ProbeStatus.CANCELLED: "yellow",
+}
+
+
+def tokens(value: float) -> str:
+    """Tokens per second for people."""
+    return f"{value:,.0f}"
+
+
+def percent(fraction: float) -> str:
+    """A signed percentage."""
+    return f"{100 * fraction:+.1f} %"
+
+
+class PlainView:
+    """One line an event, for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stage = ""
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Say when the stage changes."""
+        if snapshot.stage != self._stage:
+            self._stage = snapshot.stage
+            self._console.print(f"stage: {snapshot.stage}", highlight=False)
+
+    def finished(self, record: TrialRecord, label: str) -> None:
+        """One line for the probe."""
+        self._console.print(finished_line(record, label), highlight=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class LiveView(PlainView):
+    """A picture that stays at the bottom of the terminal while finished probes scroll above it."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._live = Live(console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> LiveView:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, value, trace)
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Redraw."""
+        self._live.update(picture(snapshot))
+
+
+def finished_line(record: TrialRecord, label: str) -> Text:
+    """What one probe came to."""
+    outcome = record.outcome
+    line = Text(f"#{record.number:<3} {record.role:<8} ")
+    line.append(f"{outcome.status:<12} ", style=STATUS_STYLE.get(outcome.status, "red"))
+    line.append(f"{format_duration(outcome.seconds):>9}  ")
+    if record.measurement:
+        low, high = record.measurement.interval
+        line.append(
+            f"{tokens(record.measurement.tokens_per_second_per_gpu):>9} tokens/s per GPU", style="bold"
+        )
+        line.append(
+            f" ({tokens(low)} – {tokens(high)})  {format_gib(record.measurement.peak_reserved_bytes):>9}  "
+        )
+    line.append(label)
+    if not record.measurement:
+        line.append(f"  {outcome.message}", style="dim")
+    return line
+
+
+def picture(snapshot: Snapshot) -> RenderableType:
+    """The live picture: running, best, rejected, budget."""
+    parts: list[RenderableType] = [Text("")]
+    for running in snapshot.running:
+        parts.append(running_line(running))
+    best = winner(snapshot.records)
+    if best:
+        parts.append(best_line(best, snapshot.plan))
+    parts.append(counts_line(snapshot))
+    parts.append(
+        budget_line(snapshot.plan.space.budget, snapshot.spent, snapshot.plan.space.cluster.world_size)
+    )
+    return Group(*parts)
+
+
+def running_line(running: Running) -> RenderableType:
+    """One probe in flight, with its progress."""
+    progress = running.progress
+    table = Table.grid(padding=(0, 1))
+    speed = f"{tokens(progress.tokens_per_second)} tokens/s" if progress.tokens_per_second else ""
+    table.add_row(
+        Text(f"running {running.role}", style="bold cyan"),
+        ProgressBar(total=max(progress.steps, 1), completed=progress.step, width=20),
+        f"{progress.phase} {progress.step}/{progress.steps}",
+        format_duration(progress.seconds),
+        speed,
+        Text(running.label, overflow="fold"),
+    )
+    return table
+
+
+def best_line(best: Winner, plan: Plan) -> Text:
+    """Best so far and what it gains."""
+    line = Text("best so far ", style="bold green")
+    line.append(f"{tokens(best.standing.tokens_per_second)} tokens/s per GPU")
+    if best.gain is not None:
+        line.append(f"  {percent(best.gain)} over the job as it is")
+    ranked = plan.by_id.get(best.standing.config_id)
+    line.append(f"  {ranked.label if ranked else best.standing.config_id}", style="default")
+    return line
+
+
+def counts_line(snapshot: Snapshot) -> Text:
+    """How many candidates, measured, failed, rejected by reason."""
+    plan = snapshot.plan
+    explored = {r.config_id for r in snapshot.records}
+    line = Text(f"{len(plan.pool)} candidates, {len(explored)} tried")
+    reasons = ", ".join(f"{rule} {count}" for rule, count in plan.rejected.most_common(5))
+    if reasons:
+        line.append(f"; rejected before any GPU: {reasons}", style="dim")
+    return line
+
+
+def budget_line(budget: Budget, spent: Spent, world_size: int) -> Text:
+    """What is used and what is left."""
+    parts = [f"probes {spent.probes}" + (f"/{budget.max_probes}" if budget.max_probes is not None else "")]
+    hours = spent.gpu_seconds / SECONDS_PER_HOUR
+    parts.append(
+        f"GPU-hours {hours:.2f}" + (f"/{budget.max_gpu_hours:g}" if budget.max_gpu_hours is not None else "")
+    )
+    clock = f"wall clock {format_duration(spent.wall_seconds)}"
+    if budget.max_wall_clock_hours is not None:
+        clock += f" of {format_duration(budget.max_wall_clock_hours * SECONDS_PER_HOUR)}"
+    parts.append(clock)
+    return Text("  ".join(parts), style="dim")
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """What a search is about to do."""
+    space = plan.space
+    table = Table.grid(padding=(0, 2))
+    model = space.base.model
+    table.add_row(
+        "model", Text(f"{model.name} {model.flavor}, sequence {space.base.get('training.seq_len')}")
+    )
+    cluster = space.cluster
+    nodes = f"{cluster.num_nodes} × " if cluster.num_nodes > 1 else ""
+    table.add_row(
+        "on", f"{nodes}{cluster.gpus_per_node} × {cluster.gpu.name} ({cluster.gpu.memory_gib:.1f} GiB)"
+    )
+    table.add_row("held fixed", f"global batch {space.global_batch_size} sequences")
+    for axis in space.axes:
+        values = [value.label for value in axis.values]
+        shown = ", ".join(values[:8]) + (f", … ({len(values)} in all)" if len(values) > 8 else "")
+        mark = "  (changes numerics)" if axis.name in space.numerics_axes else ""
+        table.add_row(Text(f"axis {axis.name}"), Text(shown + mark))
+    table.add_row(
+        "candidates",
+        f"{plan.total} combinations, {plan.duplicates} the same as another, {sum(plan.rejected.values())} rejected,"
+        f" {len(plan.pool)} left",
+    )
+    for rule, count in plan.rejected.most_common():
+        table.add_row("", Text(f"{count} × {rule}: {plan.examples[rule].message}", style="dim"))
+    if plan.baseline_problem:
+        table.add_row(Text("no baseline", style="yellow"), Text(plan.baseline_problem.message))
+    for note in plan.notes:
+        table.add_row(Text("note", style="yellow"), Text(note))
+    return table
+
+
+def summary(
+    records: Sequence[TrialRecord], *, numerics_axes: Sequence[str] = (), world_size: int = 1
+) -> RenderableType:
+    """The measured configurations, best first, and what became of the rest."""
+    table = Table(header_style="bold", caption_justify="left")
+    for name in ("", "tokens/s per GPU", "95 % interval", "gain", "peak memory", "runs"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("configuration", overflow="fold")
+    best = winner(records)
+    base = best.baseline if best else None
+    ranked = standings(records)
+    for place, standing in enumerate(ranked[:SHOWN_CONFIGURATIONS], start=1):
+        table.add_row(*_row(place, standing, base))
+    if any(s.final for s in ranked):
+        table.caption = "* took part in the finals: those runs, interleaved with the baseline's, decide"
+    parts: list[RenderableType] = [table]
+    failed = [r for r in records if not r.measurement]
+    for record in failed[:SHOWN_FAILURES]:
+        text = f"not measured: #{record.number} {record.outcome.status}: {record.outcome.message}"
+        parts.append(Text(text, style="dim"))
+    if len(failed) > SHOWN_FAILURES:
+        parts.append(Text(f"… and {len(failed) - SHOWN_FAILURES} more", style="dim"))
+    if best:
+        parts.append(Text(verdict_line(best, records, world_size=world_size), style="bold green"))
+        changed = [axis for axis in numerics_axes if base and _differs(best.standing, base, axis)]
+        if changed:
+            parts.append(Text(f"this configuration changes numerics: {', '.join(changed)}", style="yellow"))
+        parts += [Text(f"warning: {text}", style="yellow") for text in best.standing.latest.outcome.warnings]
+    return Group(*parts)
+
+
+def verdict_line(best: Winner, records: Sequence[TrialRecord], *, world_size: int) -> str:
+    """Winner, gain with its interval, price."""
+    hours = sum(r.outcome.seconds for r in records) * world_size / SECONDS_PER_HOUR
+    price = f"{len(records)} probes, {hours:.2f} GPU-hours"
+    speed = f"{tokens(best.standing.tokens_per_second)} tokens/s per GPU"
+    if best.gain is None or best.gain_interval is None:
+        return f"best: {speed}; no baseline was measured; {price}"
+    if best.baseline and best.standing.config_id == best.baseline.config_id:
+        return f"best: {speed}: nothing measured beats the job as it is; {price}"
+    low, high = best.gain_interval
+    return (
+        f"best: {speed}, {percent(best.gain)} over the job as it is"
+        f" (between {percent(low)} and {percent(high)}); {price}"
+    )
+
+
+def _row(place: int, standing: Standing, base: Standing | None) -> list[str | Text]:
+    low, high = standing.interval
+    measurement = standing.latest.measurement
+    gain = standing.tokens_per_second / base.tokens_per_second - 1.0 if base else None
+    is_base = base is not None and base.config_id == standing.config_id
+    runs = str(len(standing.runs)) + (f" (spread {standing.spread:.1%})" if len(standing.runs) > 1 else "")
+    return [
+        str(place) + ("*" if standing.final else ""),
+        tokens(standing.tokens_per_second),
+        f"{tokens(low)} – {tokens(high)}",
+        "baseline" if is_base else percent(gain) if gain is not None else "",
+        format_gib(measurement.peak_reserved_bytes) if measurement else "",
+        runs,
+        Text("\n".join(f"{axis}={label}" for axis, label in standing.latest.choices.items())),
+    ]
+
+
+def _differs(one: Standing, other: Standing, axis: str) -> bool:
+    return one.latest.choices.get(axis) != other.latest.choices.get(axis)
+
+
+def make_view(console: Console) -> PlainView:
+    """A live picture on a terminal, plain lines elsewhere."""
+    return LiveView(console) if console.is_terminal else PlainView(console)

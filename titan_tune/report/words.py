@@ -1,0 +1,345 @@
+"""The sentences of a report, the same in every format. Plain text: whoever writes a page escapes it.
+
+Every figure says where it is from: measured (by a probe), predicted (by formula) or computed (from those).
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from titan_tune.report.answer import Answer, Memory
+from titan_tune.report.data import ReportData
+from titan_tune.report.rows import Configuration
+from titan_tune.units import format_duration
+
+CPU_NOTE = (
+    "Measured on CPU processes: it shows that the search works and which configurations run. These speeds say"
+    " nothing about GPUs."
+)
+
+
+NO_LEAN = 0.0005
+"""A bias that rounds to 0.0 %."""
+EFFECTS = (
+    "Median change of throughput over pairs of measured configurations that differ only in that axis; the range spans"
+    " all pairs. One pair is one observation, not a rule."
+)
+NO_EFFECTS = "No two measured configurations differ in only one axis, so no effect can be stated."
+
+
+def tokens(value: float) -> str:
+    """Tokens per second."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def percent(fraction: float) -> str:
+    """A signed percentage."""
+    return f"{100 * fraction:+.1f} %".replace("-", "−")
+
+
+def share(fraction: float) -> str:
+    """An unsigned percentage."""
+    return f"{100 * fraction:.1f} %"
+
+
+def gib_change(value: float) -> str:
+    """A signed difference of memory."""
+    return f"{value:+.1f} GiB".replace("-", "−")
+
+
+def hours(value: float) -> str:
+    """Hours with as many digits as they deserve."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 probe``, ``3 probes``, ``2 processes``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def unit(data: ReportData) -> str:
+    """The unit of throughput."""
+    return f"tokens/s per {data.worker}"
+
+
+def hour_unit(data: ReportData) -> str:
+    """The unit of cost."""
+    return f"{data.worker}-hours"
+
+
+def minute_unit(data: ReportData) -> str:
+    """The unit of the progress axis."""
+    return f"{data.worker}-minutes"
+
+
+def headline(data: ReportData) -> str:
+    """The result in one sentence."""
+    found = data.answer
+    if found is None:
+        return no_winner(data)
+    speed = f"{tokens(found.tokens_per_second)} {unit(data)}"
+    if found.gain is None:
+        return f"The best measured configuration reaches {speed}; the job as it was has no measurement to compare."
+    if found.is_baseline and data.coverage.measured == 1:
+        return f"Only the job as it was has been measured: {speed}."
+    if found.is_baseline:
+        return f"Nothing that was measured beats the job as it was ({speed})."
+    if found.gain <= 0.0:
+        return f"The best of the finals reaches {speed}, which is not faster than the job as it was: keep the job."
+    if found.gain_is_certain:
+        return f"The best measured configuration trains {share(found.gain)} faster than the job as it was: {speed}."
+    return (
+        f"The best measured configuration reaches {speed}, {percent(found.gain)} over the job as it was,"
+        " but the intervals overlap: the two cannot be told apart."
+    )
+
+
+def no_winner(data: ReportData) -> str:
+    """Why there is no best configuration."""
+    if not data.trials:
+        return "There is no result: no probe has finished."
+    if len(data.trials) == 1:
+        return "There is no result: the only probe was not measured."
+    return f"There is no result: none of {len(data.trials)} probes was measured."
+
+
+def gain_sentence(data: ReportData, found: Answer) -> str:
+    """The gain with its interval, and what it is over."""
+    if found.gain is None or found.gain_interval is None or found.baseline_tokens_per_second is None:
+        failed = data.baseline_failed
+        why = f" (it ended as {failed.status}: {failed.message})" if failed else ""
+        return f"No gain is stated: the job as it was was not measured{why}."
+    if found.is_baseline:
+        alone = data.coverage.measured == 1
+        return "There is nothing to compare it with." if alone else "The job as it was is the best: keep it."
+    low, high = found.gain_interval
+    base = f"{tokens(found.baseline_tokens_per_second)} {unit(data)}"
+    return (
+        f"Gain {percent(found.gain)}, between {percent(low)} and {percent(high)}, over the job as it was"
+        f" ({base}, measured). The bounds pair the worst end of one 95 % interval with the best end of the other."
+    )
+
+
+def runs_sentence(found: Answer) -> str:
+    """How often the winner ran, and which runs count."""
+    if found.final:
+        return (
+            f"{plural(found.runs, 'run')}, {found.counted_runs} of them in the finals, which alone count:"
+            " there the best configurations and the job as it was ran again, in turn."
+        )
+    return f"{plural(found.runs, 'run')}; there were no finals to confirm it."
+
+
+def memory_sentence(data: ReportData, memory: Memory) -> str:
+    """Peak memory, by kind."""
+    if memory.kind == "rss":
+        return f"{memory.active_gib:.2f} GiB resident set size of the largest process (measured)."
+    capacity = data.method.capacity_gib
+    retries = (
+        f" The allocator had to retry {plural(memory.alloc_retries, 'time')}: memory is tight."
+        if memory.alloc_retries
+        else " No allocation retries."
+    )
+    return (
+        f"{memory.active_gib:.1f} GiB active, {memory.reserved_gib:.1f} GiB reserved, {memory.device_gib:.1f} GiB used"
+        f" on the device of {capacity:.1f} GiB ({share(memory.device_gib / capacity)}); worst rank, measured.{retries}"
+    )
+
+
+def numerics_sentence(found: Answer) -> str:
+    """Whether the mathematics of the training changes."""
+    if not found.numerics:
+        return "Numerics are unchanged: nothing here alters the mathematics of the training."
+    changes = "; ".join(
+        f"{c.name}: {c.before} → {c.after}" if c.before is not None else f"{c.name}: {c.after}"
+        for c in found.numerics
+    )
+    return f"This changes numerics: {changes}. A short probe cannot show what it does to convergence."
+
+
+def price_sentence(data: ReportData) -> str:
+    """Probes and GPU-hours."""
+    price = data.price
+    kinds = ", ".join(f"{count} {status}" for status, count in price.statuses)
+    ended = f" ({kinds})" if kinds else ""
+    return (
+        f"{plural(price.probes, 'probe')}{ended}; {hours(price.gpu_hours)} {hour_unit(data)} on"
+        f" {plural(price.world_size, data.worker)}, from launch to end, start-up and compilation included (measured)."
+    )
+
+
+def break_even_sentence(data: ReportData) -> str:
+    """After how much training the search has paid for itself, with the formula."""
+    price, found = data.price, data.answer
+    if found is None:
+        return "Nothing was gained that could pay for it."
+    if price.break_even is None or found.gain is None:
+        return "There is no break-even to state, because there is no measured gain."
+    even = price.break_even
+    latest = f"{hours(even.latest_hours)} h" if even.latest_hours is not None else "never"
+    return (
+        f"The search pays for itself if the training still ahead would take more than {hours(even.hours)} hours on"
+        f" {plural(price.world_size, data.worker)} with the job as it was (between"
+        f" {hours(even.earliest_hours)} h and {latest} over the interval of the gain)."
+    )
+
+
+def break_even_formula(data: ReportData) -> str:
+    """The computation, with its numbers."""
+    price, found = data.price, data.answer
+    if price.break_even is None or found is None or found.gain is None:
+        return ""
+    workers = plural(2, data.worker).removeprefix("2 ")
+    return (
+        f"break-even hours = {hour_unit(data)} spent ÷ {workers} ÷ (gain ÷ (1 + gain))\n"
+        f"                 = {price.gpu_hours:.3f} ÷ {price.world_size} ÷ ({found.gain:.4f} ÷ {1 + found.gain:.4f})\n"
+        f"                 = {hours(price.break_even.hours)} h"
+    )
+
+
+def common_sentence(data: ReportData) -> str:
+    """The choices that labels leave out."""
+    if not data.common:
+        return ""
+    same = ", ".join(f"{axis}={label}" for axis, label in data.common)
+    return f"The same in every probe, and left out of the labels: {same}."
+
+
+def order_note(data: ReportData) -> str:
+    """Why the winner need not be the first line of the chart."""
+    first = data.configurations[0] if data.configurations else None
+    if first is None or first.is_best:
+        return ""
+    return (
+        "The best is chosen among the finalists, which were measured again beside the job as it was;"
+        " a configuration above it ran only while exploring."
+    )
+
+
+def error_sentence(data: ReportData, *, memory: bool) -> str:
+    """How far the formula was off."""
+    comparison = data.memory if memory else data.throughput
+    what = "peak active memory" if memory else "throughput"
+    if comparison.median_error is None or comparison.median_ratio is None:
+        if memory and data.worker == "process":
+            return "CPU processes report resident set size, which the formula does not predict."
+        return f"No measured configuration has a predicted {what}."
+    bias = comparison.median_ratio - 1.0
+    lean = "no lean to either side"
+    if abs(bias) >= NO_LEAN:
+        lean = (
+            f"the median measurement is {share(abs(bias))} {'above' if bias > 0 else 'below'} its prediction"
+        )
+    return (
+        f"Median error of the predicted {what}: {share(comparison.median_error)} over"
+        f" {plural(len(comparison.points), 'configuration')}; {lean}."
+    )
+
+
+def surprise_sentence(data: ReportData) -> str:
+    """Where the memory formula was too hopeful."""
+    count = data.coverage.out_of_memory
+    return (
+        f"{plural(count, 'configuration')} that the formula let through ran out of memory." if count else ""
+    )
+
+
+def no_failures(data: ReportData) -> str:
+    """What stands for an empty table of failures."""
+    return "No probe failed." if data.trials else "No probe has finished."
+
+
+def funnel_sentence(data: ReportData) -> str:
+    """From every combination to what was measured."""
+    c = data.coverage
+    rejected = sum(r.count for r in c.rejected)
+    return (
+        f"{c.total:,} combinations: {rejected:,} rejected by rule before any {data.worker} was used,"
+        f" {c.duplicates:,} the same run as another, {c.candidates:,} candidates; {c.tried:,} of these were run."
+    )
+
+
+def limits(data: ReportData) -> list[str]:
+    """What this study does not show."""
+    found = [*_repeatability(data), *_searched(data)]
+    probe = data.method.probe
+    found.append(
+        f"A probe is at most {probe.steps} steps: it shows speed, memory and the loss of its few"
+        " steps. It does not show convergence, nor what happens after hours."
+    )
+    if probe.data == "synthetic":
+        found.append(
+            "Probes trained on synthetic tokens: the time to load the job's own data is not in the figures."
+        )
+    found.append(
+        "The 95 % intervals cover the variation between the steps of a run, not that between days or machines."
+    )
+    if data.method.device == "cpu":
+        found.append(CPU_NOTE)
+    return found
+
+
+def _repeatability(data: ReportData) -> list[str]:
+    repeated = data.repeated
+    if not repeated:
+        return ["Repeatability is not known: no configuration was measured twice."]
+    spreads = [c.spread for c in repeated]
+    widest: Configuration = max(repeated, key=lambda c: c.spread)
+    text = (
+        f"Repeatability: {plural(len(repeated), 'configuration')} ran more than once; (largest − smallest) ÷ median"
+        f" of the repeated runs is {share(statistics.median(spreads))} in the median and at most {share(widest.spread)}"
+        f" ({widest.label}). A difference smaller than that may be noise."
+    )
+    return [text]
+
+
+def _searched(data: ReportData) -> list[str]:
+    coverage, found = data.coverage, []
+    if coverage.untried:
+        found.append(
+            f"{coverage.untried:,} of {coverage.candidates:,} candidates were not run; the search expected less of them"
+            " (predicted by formula, corrected by what it had measured) or its budget ended. One of them may be faster."
+        )
+    names = ", ".join(axis.name for axis in data.axes)
+    found.append(
+        f"Only these axes were searched: {names or 'none'}. Everything else stayed as in the job, and the global"
+        f" batch stayed at {plural(data.method.global_batch_size, 'sequence')}."
+    )
+    return found
+
+
+def method_rows(data: ReportData) -> list[tuple[str, str]]:
+    """How it was measured, as name and text."""
+    method, probe = data.method, data.method.probe
+    measured = method.measured_steps
+    counted = "" if measured is None else f"; {_range(*measured)} steps measured per run"
+    source = "synthetic tokens" if probe.data == "synthetic" else "the job's own data"
+    times = "once" if probe.finalist_repeats == 1 else f"{probe.finalist_repeats} times"
+    finals = (
+        f"the job as it was and up to {probe.finalists} of the best, {times} each, in turn"
+        if probe.finalists
+        else "none"
+    )
+    rows = [
+        ("hardware", method.hardware),
+        *([] if method.device == "cpu" else [("memory of a GPU", f"{method.capacity_gib:.1f} GiB")]),
+        ("software", ", ".join(f"{name} {version}" for name, version in method.versions) or "not recorded"),
+        ("job", f"{data.job}: {method.model}, {method.seq_len:,} tokens a sequence"),
+        (
+            "held fixed",
+            f"global batch of {plural(method.global_batch_size, 'sequence')}, in every configuration",
+        ),
+        ("a probe", f"up to {probe.steps} steps, the first {probe.warmup_steps} not counted{counted}"),
+        ("data", source),
+        ("throughput", "median over the measured steps, with the 95 % bootstrap interval of that median"),
+        ("memory", "peak of the worst rank over a whole run"),
+        ("finals", finals),
+        ("time in probes", format_duration(sum(t.seconds for t in data.trials))),
+        ("study begun", method.begun),
+        ("report written", method.made),
+    ]
+    return rows
+
+
+def _range(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low} to {high}"

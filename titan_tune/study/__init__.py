@@ -1,0 +1,1 @@
+"""The ask/tell loop; the only package that imports optuna."""
