@@ -9,15 +9,14 @@ from pathlib import Path
 
 import titan_tune
 from titan_tune.domain.candidate import Value
+from titan_tune.probe.launch import ALLOCATOR
+from titan_tune.probe.toml import PLUGIN, PLUGIN_CONFIG
 from titan_tune.report.search import percent, tokens
 from titan_tune.study.info import StudyInfo
 from titan_tune.study.records import TrialRecord
 from titan_tune.study.selection import Standing, Winner
-from titan_tune.titan.job import Job, job_from_text, render
+from titan_tune.titan.job import Job, render
 from titan_tune.units import format_gib
-
-PLUGIN = "titan_tune.titan.plugin"
-PLUGIN_CONFIG = "titan_tune.titan.plugin.config"
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,15 @@ def plugin_values(job: Job, *, device: str) -> dict[str, Value]:
 
 
 def launch_command(
-    toml: Path, *, num_nodes: int, gpus_per_node: int, custom_config: bool = False
+    toml: Path, *, num_nodes: int, gpus_per_node: int, device: str = "cuda"
 ) -> tuple[str, ...]:
-    """The plain torchrun command for one file."""
+    """The plain torchrun command for one file, in the allocator mode that was measured."""
+    allocator = ("env", f"PYTORCH_ALLOC_CONF={ALLOCATOR}") if device == "cuda" else ()
     rendezvous = ["--standalone"] if num_nodes == 1 else [
         f"--nnodes={num_nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=$MASTER_ADDR:29500",
     ]  # fmt: skip
     return (
-        "torchrun", *rendezvous, f"--nproc-per-node={gpus_per_node}",
+        *allocator, "torchrun", *rendezvous, f"--nproc-per-node={gpus_per_node}",
         "-m", "torchtitan.train", "--job.config_file", str(toml),
     )  # fmt: skip
 
@@ -90,7 +90,10 @@ def export(
     reasons = plugin_reasons(job, device=info.device)
     changed |= plugin_values(job, device=info.device)
     command = launch_command(
-        output, num_nodes=info.cluster.num_nodes, gpus_per_node=info.cluster.gpus_per_node
+        output,
+        num_nodes=info.cluster.num_nodes,
+        gpus_per_node=info.cluster.gpus_per_node,
+        device=info.device,
     )
     comments = [
         *provenance(info, study_name, standing, winner),
@@ -157,8 +160,3 @@ def numerics_changes(info: StudyInfo, record: TrialRecord, winner: Winner | None
 
 def _shown(value: Value) -> str:
     return "unset" if value is None else repr(value)
-
-
-def check_round_trip(exported: Export) -> Job:
-    """The exported file read back, as a user's next command will."""
-    return job_from_text(exported.toml, name="export")

@@ -60,9 +60,14 @@ def test_nothing_that_decides_speed_or_numerics_is_touched():
         "compile.",
         "parallelism.",
         "optimizer.",
-        "debug.",
+        "debug.deterministic",
     )
     assert not [key for key in values() if key.startswith(kept)]
+
+
+def test_every_probe_begins_with_the_same_weights_and_a_seed_of_the_users_stays():
+    assert values()["debug.seed"] == 0
+    assert "debug.seed" not in values({"debug.seed": 7})
 
 
 @pytest.mark.parametrize(

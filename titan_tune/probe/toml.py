@@ -15,6 +15,7 @@ from titan_tune.titan.keys import defaults
 
 PLUGIN: Final = "titan_tune.titan.plugin"
 PLUGIN_CONFIG: Final = "titan_tune.titan.plugin.config"
+SEED: Final = 0
 
 
 def probe_values(
@@ -50,6 +51,9 @@ def probe_values(
         ),
         "titan_tune.data": settings.data,
     }
+    if job["debug.seed"] is None:
+        # the same initial weights in every probe: losses differ by layout and numerics, not by chance
+        values["debug.seed"] = SEED
     own_import = job["experimental.custom_import"]
     if own_import and own_import != PLUGIN:
         values["titan_tune.custom_import"] = own_import

@@ -28,12 +28,17 @@ class Spent:
         return cls(probes, gpu_seconds, wall_seconds)
 
 
-def final_runs(budget: Budget, settings: ProbeSettings, *, pool_size: int) -> int:
+def final_runs(
+    budget: Budget, settings: ProbeSettings, *, pool_size: int, measured: int | None = None
+) -> int:
     """Probes kept back for the finals: the finalists and the baseline, once per repeat.
 
-    At most half of ``max_probes``, so that a small budget still explores; 0 when there is nothing to compare.
+    ``measured`` are the configurations measured so far, the baseline left out: the finals need no more runs than
+    those and the one that would start next. At most half of ``max_probes``, so that a small budget still
+    explores; 0 when there is nothing to compare.
     """
-    finalists = min(settings.finalists, pool_size)
+    known = pool_size if measured is None else min(pool_size, measured + 1)
+    finalists = min(settings.finalists, known)
     runs = (finalists + 1) * settings.finalist_repeats if finalists and pool_size > 1 else 0
     if budget.max_probes is not None:
         runs = min(runs, budget.max_probes // 2)

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import optuna
+from pydantic import Field
 
 import titan_tune
 from titan_tune.domain.base import FrozenModel
@@ -40,7 +41,7 @@ class StudyInfo(FrozenModel):
     total: int
     candidates: int
     rejected: dict[str, int]
-    rejection_examples: dict[str, str] = {}
+    rejection_examples: dict[str, str] = Field(default_factory=dict)
     """Rule to what it said of the first candidate it rejected."""
     environment: dict[str, Any]
     fingerprint: dict[str, str]

@@ -3,32 +3,62 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from titan_tune.domain.candidate import Candidate, Finding
 from titan_tune.domain.estimate import MemoryEstimate, StepTimeEstimate, Verdict
+from titan_tune.domain.settings import Settings
 from titan_tune.errors import NothingFeasibleError
 from titan_tune.estimate import NotCoveredError, estimate_memory, estimate_step_time
 from titan_tune.space.axes import Space
-from titan_tune.space.enumerate import candidates
+from titan_tune.space.enumerate import Feasible, candidates
+from titan_tune.titan.rules import first_invalid
 from titan_tune.units import format_gib
 
 MEMORY_RULE = "does-not-fit"
+MAX_POOL = 20_000
+"""Candidates that a search keeps (docs/decisions/0004-large-spaces.md)."""
+
+
+class Outlook(NamedTuple):
+    """What the formula says of a candidate, in short; both ``None`` where it does not cover the model."""
+
+    verdict: Verdict | None
+    tokens_per_second_per_gpu: float | None
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A candidate with what the formula says of it (``None`` where no formula covers the model)."""
+    """A candidate with its outlook; the estimates in full are made when asked for."""
 
     candidate: Candidate
-    memory: MemoryEstimate | None
-    step_time: StepTimeEstimate | None
+    outlook: Outlook
 
     @property
     def predicted_tokens_per_second(self) -> float:
         """Per GPU; 1.0 for every candidate where nothing is predicted, so that only probes tell them apart."""
-        return self.step_time.tokens_per_second_per_gpu if self.step_time else 1.0
+        return predicted_speed(self.outlook)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Whether it fits, where a formula covers the model."""
+        return self.outlook.verdict
+
+    @cached_property
+    def memory(self) -> MemoryEstimate | None:
+        """The memory estimate (``None`` where no formula covers the model)."""
+        return estimate_memory(self.candidate.settings) if self.outlook.verdict else None
+
+    @cached_property
+    def step_time(self) -> StepTimeEstimate | None:
+        """The step-time estimate (``None`` where no formula covers the model)."""
+        return estimate_step_time(self.candidate.settings) if self.outlook.verdict else None
 
     @property
     def label(self) -> str:
@@ -38,7 +68,8 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search may run. ``pool`` is ordered by predicted throughput, best first."""
+    """What a search may run. ``pool`` is ordered by predicted throughput, best first; of more than ``MAX_POOL``
+    candidates that fit it holds the best, and ``notes`` say so."""
 
     space: Space
     pool: tuple[Ranked, ...]
@@ -73,18 +104,22 @@ def label_of(candidate: Candidate) -> str:
     return ", ".join(f"{axis}={label}" for axis, label in candidate.choices.items()) or "base"
 
 
-def rank(candidate: Candidate) -> Ranked:
-    """Predict memory and speed of one candidate."""
+def outlook(settings: Settings) -> Outlook:
+    """Whether a configuration fits and how fast it is."""
     try:
-        return Ranked(candidate, estimate_memory(candidate.settings), estimate_step_time(candidate.settings))
+        memory, speed = estimate_memory(settings), estimate_step_time(settings)
     except NotCoveredError:
-        return Ranked(candidate, None, None)
+        return Outlook(None, None)
+    return Outlook(memory.verdict, speed.tokens_per_second_per_gpu)
 
 
-def memory_finding(memory: MemoryEstimate) -> Finding | None:
-    """Why a candidate does not fit, if so."""
-    if memory.verdict is not Verdict.DOES_NOT_FIT:
-        return None
+def predicted_speed(outlook: Outlook) -> float:
+    """Tokens/s per GPU to order by; the same for all that are not covered."""
+    return 1.0 if outlook.tokens_per_second_per_gpu is None else outlook.tokens_per_second_per_gpu
+
+
+def memory_finding(memory: MemoryEstimate) -> Finding:
+    """Why a candidate does not fit."""
     return Finding(
         MEMORY_RULE,
         f"needs {format_gib(memory.active_bytes + memory.outside_bytes)} of {format_gib(memory.capacity_bytes)}"
@@ -100,48 +135,67 @@ def make_plan(space: Space) -> Plan:
         NothingFeasibleError: nothing is left; the message says which reasons bind.
     """
     enumeration = candidates(space)
+    feasible = enumeration.feasible
+    outlooks, number = feasible.evaluate(outlook)
+    fits = np.array([o.verdict is not Verdict.DOES_NOT_FIT for o in outlooks], dtype=bool)[number]
     rejected, examples = Counter(enumeration.rejected), dict(enumeration.examples)
-    pool: list[Ranked] = []
-    for candidate in enumeration.feasible:
-        ranked = rank(candidate)
-        finding = memory_finding(ranked.memory) if ranked.memory else None
-        if finding:
-            rejected[finding.rule] += 1
-            examples.setdefault(finding.rule, finding)
-        else:
-            pool.append(ranked)
-    pool.sort(key=lambda r: (-r.predicted_tokens_per_second, r.candidate.config_id))
+    if not fits.all():
+        example = estimate_memory(feasible[int(np.argmin(fits))].settings)
+        rejected[MEMORY_RULE] = int((~fits).sum())
+        examples[MEMORY_RULE] = memory_finding(example)
+    speeds = np.array([predicted_speed(o) for o in outlooks])[number]
+    fitting = np.flatnonzero(fits)
+    kept = fastest(feasible, fitting, speeds[fitting])
+    pool = tuple(Ranked(feasible[place], outlooks[number[place]]) for place in kept)
     baseline, problem = _baseline(enumeration.baseline, space)
     if not pool and baseline is None:
         raise NothingFeasibleError(explain_nothing(rejected, examples, total=enumeration.total))
-    notes: tuple[str, ...] = ()
-    if any(r.memory is None for r in pool):
-        notes = (
-            f"no formula covers {space.base.model.name} {space.base.model.flavor}: nothing is pruned by memory",
-        )
     return Plan(
         space=space,
-        pool=tuple(pool),
+        pool=pool,
         baseline=baseline,
         baseline_problem=problem,
         rejected=rejected,
         examples=examples,
         total=enumeration.total,
         duplicates=enumeration.duplicates,
-        notes=notes,
+        notes=tuple(_notes(space, pool, fitting=len(fitting))),
         by_id={r.candidate.config_id: r for r in [*([baseline] if baseline else []), *pool]},
     )
 
 
-def _baseline(candidate: Candidate, space: Space) -> tuple[Ranked | None, Finding | None]:
-    from titan_tune.titan.rules import first_invalid
+def fastest(
+    feasible: Feasible, places: npt.NDArray[np.int64], speeds: npt.NDArray[np.float64], limit: int = MAX_POOL
+) -> list[int]:
+    """The ``limit`` of ``places`` with the highest ``speeds``, fastest first, equal ones by config id."""
+    if len(places) > limit:  # config ids are dear: only of those that may be among the best
+        slowest = np.partition(speeds, len(speeds) - limit)[len(speeds) - limit]
+        places, speeds = places[speeds >= slowest], speeds[speeds >= slowest]
+    pairs = zip(places.tolist(), speeds.tolist(), strict=True)
+    order = sorted((-speed, feasible.config_id(place), place) for place, speed in pairs)
+    return [place for _, _, place in order[:limit]]
 
+
+def _notes(space: Space, pool: Sequence[Ranked], *, fitting: int) -> Iterator[str]:
+    model = space.base.model
+    if any(ranked.verdict is None for ranked in pool):
+        yield f"no formula covers {model.name} {model.flavor}: nothing is pruned by memory"
+    if fitting > len(pool):
+        share = pool[-1].predicted_tokens_per_second / pool[0].predicted_tokens_per_second
+        yield (
+            f"{fitting:,} candidates fit; the search chooses among the {len(pool):,} predicted fastest "
+            f"(down to {share:.0%} of the best prediction)"
+        )
+
+
+def _baseline(candidate: Candidate, space: Space) -> tuple[Ranked | None, Finding | None]:
     finding = first_invalid(candidate.settings, {**space.base.resolved(), **candidate.values})
     if finding:
         return None, finding
-    ranked = rank(candidate)
-    finding = memory_finding(ranked.memory) if ranked.memory else None
-    return (None, finding) if finding else (ranked, None)
+    ranked = Ranked(candidate, outlook(candidate.settings))
+    if ranked.memory is not None and ranked.verdict is Verdict.DOES_NOT_FIT:
+        return None, memory_finding(ranked.memory)
+    return ranked, None
 
 
 def explain_nothing(rejected: Counter[str], examples: dict[str, Finding], *, total: int) -> str:
@@ -150,8 +204,3 @@ def explain_nothing(rejected: Counter[str], examples: dict[str, Finding], *, tot
         f"{rule} rejects {count} ({examples[rule].message})" for rule, count in rejected.most_common(3)
     )
     return f"nothing feasible among {total} candidates: {reasons or 'the space is empty'}"
-
-
-def predicted_best(pool: Sequence[Ranked]) -> Ranked:
-    """The candidate the model likes best."""
-    return max(pool, key=lambda r: r.predicted_tokens_per_second)

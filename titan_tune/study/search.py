@@ -97,7 +97,7 @@ class _Flight:
 
 def pool_item(ranked: Ranked) -> PoolItem:
     """A plan's entry as the proposer sees it."""
-    pressed = ranked.memory is not None and ranked.memory.verdict is Verdict.PRESSURE
+    pressed = ranked.verdict is Verdict.PRESSURE
     return PoolItem(
         config_id=ranked.candidate.config_id,
         choices=ranked.candidate.choices,
@@ -259,7 +259,10 @@ class Search:
 
     def _exhausted(self, *, reserved: bool) -> str | None:
         space = self._plan.space
-        final = final_runs(space.budget, space.probe, pool_size=len(self._plan.pool)) if reserved else 0
+        base = baseline_id(self._records)
+        measured = len({r.config_id for r in self._records if r.measurement} - {base})
+        pool = len(self._plan.pool)
+        final = final_runs(space.budget, space.probe, pool_size=pool, measured=measured) if reserved else 0
         return exhausted(
             space.budget,
             self.spent(),
@@ -392,7 +395,7 @@ def predictions(item: Ranked) -> dict[str, float]:
 
 
 def new_directory(study_directory: Path, config_id: str) -> Path:
-    """An unused trial folder: ``trials/<config_id>``, with ``-2``, ``-3``, … for later runs of the same configuration."""
+    """An unused trial folder: ``trials/<config_id>``, later runs with ``-2``, ``-3``, …"""
     number = 1
     while True:
         name = config_id if number == 1 else f"{config_id}-{number}"
