@@ -1,0 +1,76 @@
+"""Pipeline stages of one rank without the others: torch's own schedules run, messages say nothing.
+
+Stages exchange shapes before the first step; here they are given instead, as torch's static mode
+takes them. Everything after that, receive buffers included, is torch's code. Child process only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+
+
+def hidden_state(config: Any, dims: ParallelDims, width: int) -> torch.Tensor:
+    """What one stage sends the next for one microbatch: (microbatch, local sequence, width), on meta."""
+    training, rows = config.training, config.parallelism.pipeline_parallel_microbatch_size
+    # FSDP computes in its own dtype; without it a pipeline has no mixed precision (torchtitan 0.2.2)
+    dtype = training.mixed_precision_param if dims.fsdp_enabled else training.dtype
+    sequence = training.seq_len // dims.cp // dims.tp
+    return torch.empty(rows, sequence, width, dtype=TORCH_DTYPE_MAP[dtype], device="meta")
+
+
+def stage_class(config: Any, dims: ParallelDims, model_args: Any) -> type:
+    """A ``PipelineStage`` that torchtitan can build as its own and that knows its shapes."""
+    rows = config.parallelism.pipeline_parallel_microbatch_size
+    sequence = config.training.seq_len // dims.cp
+
+    class StaticStage(PipelineStage):  # type: ignore[misc]
+        def __init__(
+            self, submodule: torch.nn.Module, index: int, num_stages: int, device: Any, *, group: Any
+        ) -> None:
+            hidden = hidden_state(config, dims, model_args.dim)
+            tokens = torch.empty(rows, sequence, dtype=torch.int64, device="meta")
+            logits = torch.empty(rows, sequence, model_args.vocab_size, dtype=hidden.dtype, device="meta")
+            output = logits if index == num_stages - 1 else hidden.detach()
+            super().__init__(
+                submodule,
+                index,
+                num_stages,
+                device,
+                input_args=(tokens if index == 0 else hidden.requires_grad_(),),
+                output_args=(output.requires_grad_(),),
+                group=group,
+            )
+
+        def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+            # as torch 2.11 learns the shapes: once through the stage with zeros, in front of everything
+            with torch.no_grad():
+                self.submod(tokens_or_hidden(self.is_first))
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def tokens_or_hidden(is_first: bool) -> torch.Tensor:
+        if is_first:
+            return torch.zeros(rows, sequence, dtype=torch.int64, device="cpu")
+        return torch.zeros_like(hidden_state(config, dims, model_args.dim), device="cpu")
+
+    return StaticStage
+
+
+def install(config: Any, dims: ParallelDims, model_args: Any) -> None:
+    """Let torchtitan build static stages, and schedules skip the vote on how to learn shapes."""
+    import torchtitan.distributed.pipeline_parallel as titan_pipeline
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+    titan_pipeline.PipelineStage = stage_class(config, dims, model_args)
+    if hasattr(_PipelineSchedule, "_warmup_p2p"):  # since torch 2.12
+        from torch.distributed.pipelining._utils import InferenceMode
+
+        def no_vote(schedule: Any, stages: list[Any], *args: Any) -> None:
+            for stage in stages:
+                stage._inference_mode = InferenceMode.STATIC
+
+        _PipelineSchedule._warmup_p2p = no_vote
