@@ -2,8 +2,9 @@
 
     python benchmarks/enumerate_speed.py [SPACE.toml]
 
-Counts every combination of the axes: value patches, typed settings, all validity rules, canonical form,
-identity and de-duplication. Processor time, the best of five runs: other work on the machine only slows it down.
+Counts every combination of the axes: all validity rules, identity and de-duplication, each once for every distinct
+reading (docs/decisions/0004-large-spaces.md); candidates are not built, and nothing is estimated. Processor time,
+the best of five runs: other work on the machine only slows it down.
 """
 
 from __future__ import annotations

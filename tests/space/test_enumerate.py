@@ -70,7 +70,7 @@ def test_shipped_spaces(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("demo", {"cpu-context-parallel"}),
+        ("demo", {"cpu-context-parallel", "cpu-compile-tensor-parallel"}),
         ("llama3_1b_h200", {"memory-budget-compile"}),
         ("llama3_1b_2gpu", {"batch-divides", "pp-microbatches", "memory-budget-compile"}),
         ("llama3_8b", {"batch-divides", "pp-microbatches", "memory-budget-compile", "ddp-more-dimensions"}),

@@ -1,4 +1,5 @@
 import math
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -6,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_tune.study.propose import (
+    SD_CANDIDATE,
+    SD_LABEL,
+    SD_OFFSET,
+    SD_PAIR,
     Observation,
+    Pool,
     PoolItem,
     encode,
     expected_improvement,
@@ -106,3 +112,40 @@ def test_finds_the_best_of_an_additive_truth_in_a_few_probes(effects, offset):
         excluded.add(item.config_id)
     found = max(o.measured for o in observations)
     assert found >= 0.97 * max(map(truth, POOL))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_pool_made_once_proposes_the_same(data):
+    """Also with labels that no candidate has, and whatever is excluded."""
+    choices = st.fixed_dictionaries(
+        {"ac": st.sampled_from(AXES["ac"]), "compile": st.sampled_from(["off", "default", "gone"])},
+        optional={"float8": st.sampled_from(["off", "rowwise", "gone"]), "another": st.just("axis")},
+    )
+    measured = st.none() | st.floats(50.0, 200.0)
+    seen = [
+        Observation(data.draw(choices), 100.0, data.draw(measured))
+        for _ in range(data.draw(st.integers(0, 5)))
+    ]
+    excluded = frozenset(data.draw(st.sets(st.sampled_from([item.config_id for item in POOL]))))
+    proposal = propose(Pool.of(POOL), seen, excluded=excluded)
+    assert proposal == propose(POOL, seen, excluded=excluded)
+    left = [item for item in POOL if item.config_id not in excluded]
+    if proposal is None:
+        assert not left
+        return
+    among = propose(left, seen)
+    assert left[among.index] is POOL[proposal.index]
+    expected = (proposal.expected, *proposal.interval)
+    assert (among.expected, *among.interval) == pytest.approx(expected)
+
+
+def test_kernel_is_the_sum_that_it_is_said_to_be():
+    codes = encode([item.choices for item in POOL], list(AXES))
+    for i, j in ((0, 0), (0, 1), (0, len(POOL) - 1), (3, 7)):
+        same = [POOL[i].choices[axis] == POOL[j].choices[axis] for axis in AXES]
+        pairs = sum(a and b for a, b in combinations(same, 2))
+        expected = (
+            SD_OFFSET**2 + SD_LABEL**2 * sum(same) / 3 * 3 + SD_PAIR**2 * pairs + SD_CANDIDATE**2 * all(same)
+        )
+        assert kernel(codes, codes)[i, j] == pytest.approx(expected)

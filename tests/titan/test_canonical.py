@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,8 +12,18 @@ from hypothesis import strategies as st
 
 from titan_tune.domain.settings import AcMode
 from titan_tune.titan import rules
-from titan_tune.titan.canonical import canonical, identity, identity_keys, is_bookkeeping
-from titan_tune.titan.keys import check_value, keys
+from titan_tune.titan.canonical import (
+    canonical,
+    identity,
+    identity_keys,
+    identity_tables,
+    is_bookkeeping,
+    join_identity,
+    model_shape,
+    table_identity,
+)
+from titan_tune.titan.keys import check_value, defaults, keys
+from titan_tune.titan.noops import NORMALISERS
 from titan_tune.titan.settings import settings_from
 
 
@@ -342,3 +353,32 @@ def test_compile_modes_differ_by_cuda_graphs_only() -> None:
 
     assert without_graphs("reduce-overhead") == without_graphs("default")
     assert without_graphs("max-autotune") == without_graphs("max-autotune-no-cudagraphs")
+
+
+@settings(max_examples=300, deadline=None)
+@given(shorts)
+def test_identity_is_that_of_its_tables(short: dict[str, Any]) -> None:
+    """Each table's part is found without the others', which also says that no normaliser reads another's."""
+    config, values = configuration(**short)
+    texts = [table_identity(prefix, values, config) for prefix in identity_tables()]
+    whole = identity(values, config, config.model)
+    assert join_identity(texts, model_shape(config.model), config.cluster.world_size) == whole
+    form = json.loads(whole)
+    assert whole == json.dumps(form, sort_keys=True, separators=(",", ":"))
+    expected = {key: value for key, value in canonical(values, config).items() if value != defaults()[key]}
+    expected = {key: value for key, value in expected.items() if not is_bookkeeping(key)}
+    assert form == expected | {
+        "model": model_shape(config.model),
+        "world_size": config.cluster.world_size,
+    }
+
+
+@settings(max_examples=200, deadline=None)
+@given(shorts)
+def test_normalisers_write_the_tables_that_they_say(short: dict[str, Any]) -> None:
+    config, values = configuration(**short)
+    for normalise, prefixes in NORMALISERS.items():
+        form = dict(values)
+        normalise(form, config)
+        changed = {key for key in form if form[key] != values[key]}
+        assert all(key.startswith(prefixes) for key in changed)

@@ -52,6 +52,10 @@ EXAMPLES: dict[str, tuple[dict, dict]] = {
     ),
     "batch-divides": ({"local": 4, "global_": 48}, {"local": 3, "global_": 48}),
     "cpu-context-parallel": ({"gpu": CPU, "gpus": 2, "cp": 2}, {"gpu": CPU, "gpus": 2, "tp": 2}),
+    "cpu-compile-tensor-parallel": (
+        {"gpu": CPU, "gpus": 2, "tp": 2, "compile": True},
+        {"gpu": CPU, "gpus": 2, "tp": 2, "compile": True, "components": ["loss"]},
+    ),
     "cpu-attention": (
         {"gpu": CPU, "gpus": 2, "model": "llama3/debugmodel_flex_attn"},
         {"gpu": CPU, "gpus": 2, "model": "llama3/debugmodel"},

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,8 +10,8 @@ from titan_tune.catalog.loader import gpu_spec, model_spec
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.domain.settings import AcMode, CompileMode, Float8, ParallelDims, Pipeline, Settings
 from titan_tune.titan.job import job_from_text
-from titan_tune.titan.keys import defaults
-from titan_tune.titan.settings import resolve, settings_from
+from titan_tune.titan.keys import Key, defaults, keys
+from titan_tune.titan.settings import FIELD_KEYS, resolve, settings_from
 
 MODEL = model_spec("llama3", "8B")
 
@@ -171,3 +173,70 @@ def test_resolve_a_job() -> None:
     job = job_from_text('[model]\nflavor = "8B"\n[training]\nseq_len = 8192\n', name="job")
     found = resolve(job, cluster(2))
     assert (found.model, found.seq_len, found.dims.dp_shard) == (MODEL, 8192, 2)
+
+
+BASES_OF_FIELDS: list[dict[str, object]] = [
+    {"parallelism.data_parallel_shard_degree": 2, "training.global_batch_size": 64},
+    {
+        "parallelism.tensor_parallel_degree": 2,
+        "compile.enable": True,
+        "titan_tune.compile_mode": "max-autotune",
+    },
+    {"model.converters": ["quantize.linear.float8"], "activation_checkpoint.mode": "memory_budget"},
+]
+
+
+def other_values(key: Key, value: object) -> list[object]:
+    """Some values of a key that are not ``value``."""
+    if key.name == "model.converters":
+        names = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8")
+        found: list[object] = [[], *([name] for name in (*names, "quantize.grouped_mm.mx"))]
+    elif key.name == "activation_checkpoint.selective_ac_option":
+        found = ["1", "op"]
+    else:
+        texts = list(key.choices) or ["x"]
+        by_type = {"bool": [False, True], "int": [1, 4], "float": [0.25, 0.75], "str": texts}
+        found = by_type.get(key.type, [[], [key.choices[0] if key.choices else "x"]])
+    return [other for other in found if other != value]
+
+
+def flat_fields(found: Settings) -> dict[str, object]:
+    """Fields by the names of FIELD_KEYS, nested ones apart."""
+    flat: dict[str, object] = {}
+    for field, names in FIELD_KEYS.items():
+        value = getattr(found, field)
+        nested = (
+            {f"{field}.{name}": getattr(value, name) for name in names} if isinstance(names, dict) else None
+        )
+        flat |= nested or {field: value}
+    return flat
+
+
+def test_field_keys_name_every_field() -> None:
+    assert set(FIELD_KEYS) == {field.name for field in fields(Settings)}
+    for name, names in FIELD_KEYS.items():
+        if isinstance(names, dict):
+            assert set(names) == {field.name for field in fields(getattr(build(), name))}
+
+
+@pytest.mark.parametrize("base", BASES_OF_FIELDS, ids=lambda base: next(iter(base)))
+def test_fields_depend_on_no_other_keys(base: dict[str, object]) -> None:
+    values = {**defaults(), **base}
+    before = flat_fields(settings_from(values, MODEL, cluster(8)))
+    keys_of = {
+        name: set(names)
+        for field, entry in FIELD_KEYS.items()
+        for name, names in (
+            {f"{field}.{part}": part_names for part, part_names in entry.items()}
+            if isinstance(entry, dict)
+            else {field: entry}
+        ).items()
+    }
+    decisive = set()
+    for name, key in keys().items():
+        for other in other_values(key, values[name]):
+            after = flat_fields(settings_from({**values, name: other}, MODEL, cluster(8)))
+            changed = {field for field in after if after[field] != before[field]}
+            assert all(name in keys_of[field] for field in changed), (name, changed)
+            decisive |= {name} if changed else set()
+    assert len(decisive) > 20

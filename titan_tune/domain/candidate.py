@@ -45,9 +45,14 @@ class Candidate:
     @cached_property
     def config_id(self) -> str:
         """Twelve hex digits of the hash of ``identity``; equal configurations share it."""
-        return hashlib.sha256(self.identity.encode()).hexdigest()[:12]
+        return config_id_of(self.identity)
 
 
-def identity_of(values: Mapping[str, Value]) -> str:
-    """Canonical JSON of resolved keys: sorted, no spaces."""
+def config_id_of(identity: str) -> str:
+    """Twelve hex digits of the hash of an identity."""
+    return hashlib.sha256(identity.encode()).hexdigest()[:12]
+
+
+def identity_of(values: Value) -> str:
+    """Canonical JSON of resolved keys (or of one value): sorted, no spaces."""
     return json.dumps(values, sort_keys=True, separators=(",", ":"), default=str)

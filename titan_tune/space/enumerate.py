@@ -1,34 +1,85 @@
 """Space → candidates: every combination, checked by the rules, each run once.
 
-Rejections that follow from the layout alone (parallel degrees, batch, sequence) are found once per
-layout and not once per combination; everything else is checked for each.
+Nothing is done combination by combination: rules, the pieces of the identity and estimates are tables over the
+space's grid (``space.grid``), and counting, de-duplication and selection are array operations.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import overload
 
-from titan_tune.domain.candidate import Candidate, Finding, Value
+import numpy as np
+import numpy.typing as npt
+
+from titan_tune.domain.candidate import Candidate, Finding, Value, config_id_of
 from titan_tune.domain.settings import Settings
 from titan_tune.space.axes import Axis, AxisValue, Space
-from titan_tune.titan.canonical import canonical, identity_of_canonical, model_shape
-from titan_tune.titan.keys import defaults
-from titan_tune.titan.rules import LAYOUT_RULES, OTHER_RULES, first_of
-from titan_tune.titan.settings import settings_from
+from titan_tune.space.grid import GLOBAL_BATCH, Grid, Indices, Mask, T, Table, replace_unset
+from titan_tune.titan.canonical import (
+    canonical,
+    identity,
+    identity_tables,
+    join_identity,
+    model_shape,
+    table_identity,
+)
+from titan_tune.titan.rules import LAYOUT_RULES, OTHER_RULES, Rule, first_invalid
 
-GLOBAL_BATCH = "training.global_batch_size"
-_LAYOUT_KEYS = ("parallelism.", "training.seq_len", "training.local_batch_size", GLOBAL_BATCH)
 BASE_LABEL = "base"
+
+
+class Feasible(Sequence[Candidate]):
+    """Valid candidates, each run once, in file order. They are built when asked for, and not kept."""
+
+    def __init__(self, grid: Grid, cells: Indices, texts: Sequence[Table[str]]) -> None:
+        self._grid, self._cells, self._texts = grid, cells, texts
+        self._shape = model_shape(grid.space.base.model)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Candidate]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | list[Candidate]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        cell = int(self._cells[index])
+        values, settings = self._grid.configuration(cell)
+        combination = self._grid.combination(cell)
+        choices = {axis.name: choice.label for axis, choice in zip(self._grid.axes, combination, strict=True)}
+        form = canonical(values, settings)
+        return Candidate(
+            choices, _differing(form, combination, self._grid.raw), settings, self._identity(cell)
+        )
+
+    def config_id(self, index: int) -> str:
+        """The ``config_id`` of one candidate, without building it."""
+        return config_id_of(self._identity(int(self._cells[index])))
+
+    def evaluate(self, function: Callable[[Settings], T]) -> tuple[tuple[T, ...], npt.NDArray[np.int32]]:
+        """A pure function of the settings at every candidate: its distinct results (hashable), and for each
+        candidate the number of its own."""
+        wanted = np.zeros(self._grid.size, dtype=bool)
+        wanted[self._cells] = True
+        table = self._grid.table(lambda settings, values: function(settings), wanted)
+        return table.results, table.number[self._cells]
+
+    def _identity(self, cell: int) -> str:
+        texts = [table.results[table.number[cell]] for table in self._texts]
+        return join_identity(texts, self._shape, self._grid.space.cluster.world_size)
 
 
 @dataclass(frozen=True)
 class Enumeration:
     """What became of every combination: ``total`` = feasible + rejected + duplicates."""
 
-    feasible: list[Candidate]
+    feasible: Feasible
     """Valid candidates, each run once, in the order of the file (the last axis runs fastest)."""
     baseline: Candidate
     """The base job with its own values; it need be neither valid here nor among ``feasible``."""
@@ -43,121 +94,100 @@ class Enumeration:
 
 def candidates(space: Space) -> Enumeration:
     """Every combination of the axes, as candidates and rejections by reason."""
-    return _Enumerator(space).run()
+    grid = Grid(space)
+    valid, rejected, examples = _check(grid)
+    texts = [grid.table(partial(_identity_part, prefix), valid) for prefix in identity_tables()]
+    cells = _first_of_each_run(texts, np.flatnonzero(valid))
+    return Enumeration(
+        feasible=Feasible(grid, cells, texts),
+        baseline=_baseline(grid),
+        rejected=rejected,
+        examples=examples,
+        duplicates=int(valid.sum()) - len(cells),
+        total=grid.size,
+    )
 
 
 def baseline(space: Space) -> Candidate:
     """The base job itself. Its choices are the labels of the axis values that leave it unchanged."""
-    return _Enumerator(space).baseline()
+    return _baseline(Grid(space))
 
 
 def includes_base(axis: Axis, space: Space) -> bool:
     """Whether some value of the axis is what the base job does already."""
-    return _Enumerator(space).base_label(axis) is not None
+    return _base_label(replace_unset(axis), Grid(space)) is not None
 
 
-class _Enumerator:
-    """The parts of a space that every candidate shares."""
-
-    def __init__(self, space: Space) -> None:
-        self.space = space
-        self.raw = space.base.resolved()
-        self.held = {**self.raw, GLOBAL_BATCH: space.global_batch_size}
-        self.shape = model_shape(space.base.model)
-        self.world_size = space.cluster.world_size
-        default = defaults()
-        self.axes = tuple(
-            Axis(
-                axis.name,
-                tuple(
-                    AxisValue(
-                        value.label, {k: default[k] if v is None else v for k, v in value.values.items()}
-                    )
-                    for value in axis.values
-                ),
-            )
-            for axis in space.axes
-        )
-
-    def settings(self, values: Mapping[str, Value]) -> Settings:
-        return settings_from(values, self.space.base.model, self.space.cluster)
-
-    def identity(self, form: Mapping[str, Value]) -> str:
-        return identity_of_canonical(form, self.shape, self.world_size)
-
-    def run(self) -> Enumeration:
-        result = Enumeration([], self.baseline())
-        layouts = _Layouts(self)
-        seen: set[str] = set()
-        names = [axis.name for axis in self.axes]
-        total = duplicates = 0
-        for combination in product(*(axis.values for axis in self.axes)):
-            total += 1
-            values, finding = layouts.of(combination)
-            if finding is None:
-                values = dict(values)
-                for choice in combination:
-                    values.update(choice.values)
-                settings = self.settings(values)
-                finding = first_of(OTHER_RULES, settings, values)
-            if finding is not None:
-                result.rejected[finding.rule] += 1
-                result.examples.setdefault(finding.rule, finding)
-                continue
-            form = canonical(values, settings)
-            identity = self.identity(form)
-            if identity in seen:
-                duplicates += 1
-                continue
-            seen.add(identity)
-            choices = dict(zip(names, (choice.label for choice in combination), strict=True))
-            result.feasible.append(Candidate(choices, self._differing(form, combination), settings, identity))
-        return replace(result, duplicates=duplicates, total=total)
-
-    def _differing(self, form: Mapping[str, Value], combination: Sequence[AxisValue]) -> dict[str, Value]:
-        """What the candidate writes over the base job: the keys it sets, in canonical form, where they differ."""
-        differing = {
-            key: form[key] for choice in combination for key in choice.values if form[key] != self.raw[key]
-        }
-        if form[GLOBAL_BATCH] != self.raw[GLOBAL_BATCH]:
-            differing[GLOBAL_BATCH] = form[GLOBAL_BATCH]
-        return differing
-
-    def baseline(self) -> Candidate:
-        settings = self.settings(self.held)
-        form = canonical(self.held, settings)
-        choices = {axis.name: self.base_label(axis) or BASE_LABEL for axis in self.axes}
-        return Candidate(choices, self._differing(form, ()), settings, self.identity(form))
-
-    def base_label(self, axis: Axis) -> str | None:
-        """Label of the axis value that leaves the base job the run it is."""
-        own = self.identity(canonical(self.held, self.settings(self.held)))
-        for value in axis.values:
-            values = {**self.held, **value.values}
-            if self.identity(canonical(values, self.settings(values))) == own:
-                return value.label
-        return None
+def _check(grid: Grid) -> tuple[Mask, Counter[str], dict[str, Finding]]:
+    """The cells that pass every rule; combinations and first finding of each rule, in order of appearance."""
+    valid = np.ones(grid.size, dtype=bool)
+    counts: dict[str, int] = {}
+    first_cell: dict[str, int] = {}
+    # layout rules reject most, and all read the layout: one table for them all
+    for rules in (LAYOUT_RULES, *((rule,) for rule in OTHER_RULES)):
+        table = grid.table(partial(_first_of, rules), valid)
+        for number, rule_id in enumerate(table.results):
+            if rule_id is not None:
+                cells = np.flatnonzero(valid & (table.number == number))
+                counts[rule_id], first_cell[rule_id] = len(cells), int(cells[0])
+                valid[cells] = False
+    order = sorted(first_cell, key=first_cell.__getitem__)
+    findings = {rule_id: _first_finding(grid, first_cell[rule_id]) for rule_id in order}
+    return valid, Counter({rule_id: counts[rule_id] for rule_id in order}), findings
 
 
-class _Layouts:
-    """Values and first layout finding per combination of the axes that decide the layout."""
+def _first_of(rules: Sequence[Rule], settings: Settings, values: Mapping[str, Value]) -> str | None:
+    """Id of the first of ``rules`` that rejects."""
+    return next((rule.id for rule in rules if rule.check(settings, values) is not None), None)
 
-    def __init__(self, enumerator: _Enumerator) -> None:
-        self._enumerator = enumerator
-        self._positions = [
-            position
-            for position, axis in enumerate(enumerator.axes)
-            if any(key.startswith(_LAYOUT_KEYS) for key in axis.keys)
-        ]
-        self._known: dict[tuple[int, ...], tuple[Mapping[str, Value], Finding | None]] = {}
 
-    def of(self, combination: tuple[AxisValue, ...]) -> tuple[Mapping[str, Value], Finding | None]:
-        key = tuple(id(combination[position]) for position in self._positions)
-        known = self._known.get(key)
-        if known is None:
-            values = dict(self._enumerator.held)
-            for position in self._positions:
-                values.update(combination[position].values)
-            finding = first_of(LAYOUT_RULES, self._enumerator.settings(values), values)
-            known = self._known[key] = (values, finding)
-        return known
+def _first_finding(grid: Grid, cell: int) -> Finding:
+    values, settings = grid.configuration(cell)
+    finding = first_invalid(settings, values)
+    assert finding is not None
+    return finding
+
+
+def _identity_part(prefix: str, settings: Settings, values: Mapping[str, Value]) -> str:
+    return table_identity(prefix, values, settings)
+
+
+def _first_of_each_run(texts: Sequence[Table[str]], cells: Indices) -> Indices:
+    """Those of ``cells`` (ascending) that no earlier one shares all texts with."""
+    code, span = np.zeros(len(cells), dtype=np.int64), 1
+    for table in texts:
+        if span * len(table.results) >= 2**63:
+            _, code = np.unique(code, return_inverse=True)
+            span = len(cells)
+        code = code * len(table.results) + table.number[cells]
+        span *= len(table.results)
+    _, first = np.unique(code, return_index=True)
+    return cells[np.sort(first)]
+
+
+def _differing(
+    form: Mapping[str, Value], combination: Sequence[AxisValue], raw: Mapping[str, Value]
+) -> dict[str, Value]:
+    """What the candidate writes over the base job: the keys it sets, in canonical form, where they differ."""
+    differing = {key: form[key] for choice in combination for key in choice.values if form[key] != raw[key]}
+    if form[GLOBAL_BATCH] != raw[GLOBAL_BATCH]:
+        differing[GLOBAL_BATCH] = form[GLOBAL_BATCH]
+    return differing
+
+
+def _baseline(grid: Grid) -> Candidate:
+    settings = grid.settings(grid.held)
+    form = canonical(grid.held, settings)
+    choices = {axis.name: _base_label(axis, grid) or BASE_LABEL for axis in grid.axes}
+    return Candidate(choices, _differing(form, (), grid.raw), settings, _identity(grid.held, grid))
+
+
+def _base_label(axis: Axis, grid: Grid) -> str | None:
+    """Label of the axis value that leaves the base job the run it is."""
+    own = _identity(grid.held, grid)
+    same = (value.label for value in axis.values if _identity({**grid.held, **value.values}, grid) == own)
+    return next(same, None)
+
+
+def _identity(values: Mapping[str, Value], grid: Grid) -> str:
+    return identity(values, grid.settings(values), grid.space.base.model)

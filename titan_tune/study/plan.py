@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -22,6 +22,14 @@ from titan_tune.titan.rules import first_invalid
 from titan_tune.units import format_gib
 
 MEMORY_RULE = "does-not-fit"
+SHORT = {
+    "activation_checkpoint": "AC ",
+    "compile": "compile ",
+    "float8": "float8 ",
+    "local_batch_size": "batch ",
+    "parallelism": "",
+}
+"""How the named axes are called where a line has to be short; other axes go by the last part of their key."""
 MAX_POOL = 20_000
 """Candidates that a search keeps (docs/decisions/0004-large-spaces.md)."""
 
@@ -63,7 +71,7 @@ class Ranked:
     @property
     def label(self) -> str:
         """The choices in one line."""
-        return label_of(self.candidate)
+        return label_of(self.candidate.choices)
 
 
 @dataclass(frozen=True)
@@ -99,9 +107,12 @@ class Plan:
         return {name: tuple(labels) for name, labels in found.items()}
 
 
-def label_of(candidate: Candidate) -> str:
-    """``axis=label`` pairs in one line, or ``base`` for a space without axes."""
-    return ", ".join(f"{axis}={label}" for axis, label in candidate.choices.items()) or "base"
+def label_of(choices: Mapping[str, str]) -> str:
+    """The choices in one short line, e.g. ``AC none, compile default, dp_shard=2, batch 8``."""
+    return (
+        ", ".join(SHORT.get(axis, f"{axis.rpartition('.')[2]}=") + label for axis, label in choices.items())
+        or "base"
+    )
 
 
 def outlook(settings: Settings) -> Outlook:
@@ -145,7 +156,7 @@ def make_plan(space: Space) -> Plan:
         examples[MEMORY_RULE] = memory_finding(example)
     speeds = np.array([predicted_speed(o) for o in outlooks])[number]
     fitting = np.flatnonzero(fits)
-    kept = fastest(feasible, fitting, speeds[fitting])
+    kept = fastest(feasible, fitting, speeds[fitting], MAX_POOL)
     pool = tuple(Ranked(feasible[place], outlooks[number[place]]) for place in kept)
     baseline, problem = _baseline(enumeration.baseline, space)
     if not pool and baseline is None:
@@ -165,7 +176,7 @@ def make_plan(space: Space) -> Plan:
 
 
 def fastest(
-    feasible: Feasible, places: npt.NDArray[np.int64], speeds: npt.NDArray[np.float64], limit: int = MAX_POOL
+    feasible: Feasible, places: npt.NDArray[np.int64], speeds: npt.NDArray[np.float64], limit: int
 ) -> list[int]:
     """The ``limit`` of ``places`` with the highest ``speeds``, fastest first, equal ones by config id."""
     if len(places) > limit:  # config ids are dear: only of those that may be among the best

@@ -12,7 +12,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
-from titan_tune.study.propose import Observation, PoolItem, Proposal, propose
+from titan_tune.study.propose import Observation, Pool, PoolItem, Proposal, propose
 
 Blame = Literal["configuration", "infrastructure", "nobody"]
 
@@ -35,9 +35,9 @@ class FeasibleSampler(BaseSampler):
         baseline: PoolItem | None = None,
         blame: Callable[[FrozenTrial], Blame] = lambda trial: "configuration",
     ) -> None:
-        self._pool = tuple(pool)
+        self._pool = Pool.of(pool)
         self._distributions = distributions(labels)
-        known = [*self._pool, *([baseline] if baseline else [])]
+        known = [*self._pool.items, *([baseline] if baseline else [])]
         self._by_choices = {_key(item.choices): item for item in known}
         self._blame = blame
 
@@ -64,7 +64,7 @@ class FeasibleSampler(BaseSampler):
 
     def item(self, proposal: Proposal) -> PoolItem:
         """The candidate a proposal names."""
-        return self._pool[proposal.index]
+        return self._pool.items[proposal.index]
 
     def infer_relative_search_space(
         self, study: optuna.Study, trial: FrozenTrial

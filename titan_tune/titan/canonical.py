@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from itertools import compress
-from operator import itemgetter, ne
 from typing import Any
 
 from titan_tune.domain.candidate import Value, identity_of
 from titan_tune.domain.model import ModelSpec
 from titan_tune.domain.settings import Settings
 from titan_tune.titan.keys import defaults, keys
-from titan_tune.titan.noops import NORMALISERS
+from titan_tune.titan.noops import NORMALISERS, Normaliser
 
 _BOOKKEEPING_SECTIONS = (
     "job.",
@@ -78,27 +76,73 @@ def canonical(values: Mapping[str, Value], settings: Settings) -> dict[str, Valu
 def identity(values: Mapping[str, Value], settings: Settings, model: ModelSpec) -> str:
     """The text that configurations share exactly when they are the same run.
 
-    Canonical keys that differ from torchtitan's defaults, the model's shape and the number of ranks.
+    Canonical JSON of the canonical keys that differ from torchtitan's defaults, the model's shape and the
+    number of ranks.
     """
     return identity_of_canonical(canonical(values, settings), model_shape(model), settings.cluster.world_size)
 
 
 def identity_of_canonical(result: Mapping[str, Value], shape: str, world_size: int) -> str:
     """As :func:`identity`, from a canonical form and :func:`model_shape`."""
-    names, select, default = _identity_defaults()
-    chosen = compress(names, map(ne, select(result), default))
-    differing = {key: result[key] for key in chosen}
-    differing["model"] = shape
-    differing["world_size"] = world_size
-    return identity_of(differing)
+    return join_identity([_text(names, result) for names, _ in _tables().values()], shape, world_size)
+
+
+def identity_tables() -> tuple[str, ...]:
+    """Prefixes of the tables that have identity keys, in the order of :func:`join_identity`."""
+    return tuple(_tables())
+
+
+def table_identity(prefix: str, values: Mapping[str, Value], settings: Settings) -> str:
+    """What the keys below ``prefix`` write into the identity, ``''`` where all have their defaults.
+
+    It reads no more of ``values`` and ``settings`` than that needs.
+    """
+    names, normalisers = _tables()[prefix]
+    form = _Form(values)
+    for normalise in normalisers:
+        normalise(form, settings)
+    return _text(names, form)
+
+
+def join_identity(texts: Iterable[str], shape: str, world_size: int) -> str:
+    """The identity from the texts of all :func:`identity_tables`, the model's shape and the ranks."""
+    parts = []
+    for prefix, text in zip(_tables(), texts, strict=True):
+        if prefix == "model.":
+            parts.append(f'"model":"{shape}"')
+        if text:
+            parts.append(text)
+    return f'{{{",".join(parts)},"world_size":{world_size}}}'
+
+
+class _Form(dict[str, Value]):
+    """What normalisers have written, over ``values``: nothing is copied that nobody reads."""
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        super().__init__()
+        self._values = values
+
+    def __missing__(self, key: str) -> Value:
+        return self._values[key]
 
 
 @cache
-def _identity_defaults() -> tuple[tuple[str, ...], Callable[[Mapping[str, Value]], Any], tuple[Value, ...]]:
-    """Names of the identity keys, what reads their values at once, and their defaults."""
-    names = identity_keys()
-    select = itemgetter(*names)
-    return names, select, select(defaults())
+def _tables() -> Mapping[str, tuple[tuple[str, ...], tuple[Normaliser, ...]]]:
+    """Prefix → its identity keys and the normalisers that write them. All sorted: the order of their JSON."""
+    by_prefix: dict[str, list[str]] = {}
+    for key in sorted(identity_keys()):
+        by_prefix.setdefault(key[: key.index(".") + 1], []).append(key)
+    return {
+        prefix: (tuple(names), tuple(n for n, written in NORMALISERS.items() if prefix in written))
+        for prefix, names in by_prefix.items()
+    }
+
+
+def _text(names: Sequence[str], form: Mapping[str, Value]) -> str:
+    default = defaults()
+    return ",".join(
+        f'"{name}":{identity_of(value)}' for name in names if (value := form[name]) != default[name]
+    )
 
 
 def model_shape(model: ModelSpec) -> str:

@@ -5,7 +5,7 @@ Every no-op is justified by torchtitan 0.2.2's source, named beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 
 from titan_tune.domain.candidate import Value
@@ -262,11 +262,12 @@ def _rest(result: dict[str, Value], settings: Settings) -> None:
     result["experimental.custom_import"] = ""
 
 
-NORMALISERS: tuple[Normaliser, ...] = (
-    _batch,
-    _parallelism,
-    _activation_checkpoint,
-    _compile,
-    _quantization,
-    _rest,
-)
+NORMALISERS: Mapping[Normaliser, tuple[str, ...]] = {
+    _batch: ("training.",),
+    _parallelism: ("parallelism.",),
+    _activation_checkpoint: ("activation_checkpoint.",),
+    _compile: ("compile.", "titan_tune."),
+    _quantization: ("model.", "quantize."),
+    _rest: ("fault_tolerance.", "lr_scheduler.", "titan_tune.", "experimental."),
+}
+"""In the order they are applied → the tables they write. None reads what another has written."""

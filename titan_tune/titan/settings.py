@@ -33,7 +33,7 @@ MX_LINEAR = "quantize.linear.mx"
 FLOAT8_GROUPED_MM = "quantize.grouped_mm.float8"
 MX_GROUPED_MM = "quantize.grouped_mm.mx"
 
-_degrees = itemgetter(
+_DEGREES = (
     "parallelism.data_parallel_replicate_degree",
     "parallelism.data_parallel_shard_degree",
     "parallelism.context_parallel_degree",
@@ -42,19 +42,19 @@ _degrees = itemgetter(
     "parallelism.expert_parallel_degree",
     "parallelism.expert_tensor_parallel_degree",
 )
-_ac = itemgetter(
+_AC = (
     "activation_checkpoint.mode",
     "activation_checkpoint.selective_ac_option",
     "activation_checkpoint.memory_budget",
 )
-_float8 = itemgetter(
+_FLOAT8 = (
     f"{FLOAT8_LINEAR}.recipe_name",
     f"{FLOAT8_LINEAR}.enable_fsdp_float8_all_gather",
     f"{FLOAT8_LINEAR}.precompute_float8_dynamic_scale_for_fsdp",
     f"{FLOAT8_LINEAR}.emulate",
     f"{FLOAT8_LINEAR}.filter_fqns",
 )
-_pipeline = itemgetter(
+_PIPELINE = (
     "parallelism.pipeline_parallel_schedule",
     "parallelism.pipeline_parallel_microbatch_size",
     "parallelism.pipeline_parallel_layers_per_stage",
@@ -62,24 +62,62 @@ _pipeline = itemgetter(
     "parallelism.pipeline_parallel_last_stage_less_layers",
     "parallelism.pipeline_parallel_expert_parallel_overlap",
 )
-_explicit_split = itemgetter(
-    "parallelism.module_fqns_per_model_part", "parallelism.pipeline_parallel_schedule_csv"
+_EXPLICIT_SPLIT = (
+    "parallelism.module_fqns_per_model_part",
+    "parallelism.pipeline_parallel_schedule_csv",
 )
-_plain = itemgetter(
-    "training.seq_len",
-    "training.dtype",
-    "training.mixed_precision_param",
-    "training.enable_cpu_offload",
-    "parallelism.fsdp_reshard_after_forward",
-)
-_late = itemgetter(
-    "parallelism.enable_async_tensor_parallel",
-    "parallelism.disable_loss_parallel",
-    "optimizer.name",
-    "optimizer.implementation",
-    "optimizer.early_step_in_backward",
-    "parallelism.context_parallel_load_balancer",
-    "parallelism.expert_parallel_comm_backend",
+_BATCH = ("training.local_batch_size", "training.global_batch_size")
+_COMPONENTS = ("compile.enable", "compile.components")
+_COMPILE_MODE = ("titan_tune.compile_mode",)
+_CONVERTERS = ("model.converters",)
+_PLAIN = {
+    "seq_len": "training.seq_len",
+    "dtype": "training.dtype",
+    "mixed_precision_param": "training.mixed_precision_param",
+    "cpu_offload": "training.enable_cpu_offload",
+    "reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
+}
+_LATE = {
+    "async_tp": "parallelism.enable_async_tensor_parallel",
+    "loss_parallel": "parallelism.disable_loss_parallel",
+    "optimizer": "optimizer.name",
+    "optimizer_implementation": "optimizer.implementation",
+    "early_step_in_backward": "optimizer.early_step_in_backward",
+    "cp_load_balancer": "parallelism.context_parallel_load_balancer",
+    "ep_comm_backend": "parallelism.expert_parallel_comm_backend",
+}
+
+FIELD_KEYS: Mapping[str, tuple[str, ...] | Mapping[str, tuple[str, ...]]] = {
+    "model": (),
+    "cluster": (),
+    "dims": _DEGREES,
+    "local_batch_size": _BATCH[:1],
+    "global_batch_size": (*_BATCH, *_DEGREES),
+    **{field: (key,) for field, key in _PLAIN.items()},
+    "ac": _AC,
+    "compile": {"model": _COMPONENTS, "loss": _COMPONENTS, "mode": _COMPILE_MODE},
+    "float8": (*_CONVERTERS, *_FLOAT8),
+    "mxfp8": _CONVERTERS,
+    "grouped_float8": _CONVERTERS,
+    "grouped_mxfp8": _CONVERTERS,
+    "pipeline": (*_PIPELINE, *_EXPLICIT_SPLIT),
+    **{field: (key,) for field, key in _LATE.items()},
+}
+"""Field of Settings → every key that :func:`settings_from` derives it from (``compile`` by its own fields)."""
+
+_degrees, _ac, _float8, _pipeline, _explicit_split, _batch, _compile, _plain, _late = (
+    itemgetter(*names)
+    for names in (
+        _DEGREES,
+        _AC,
+        _FLOAT8,
+        _PIPELINE,
+        _EXPLICIT_SPLIT,
+        _BATCH,
+        (*_COMPONENTS, *_COMPILE_MODE),
+        _PLAIN.values(),
+        _LATE.values(),
+    )
 )
 
 
@@ -130,9 +168,9 @@ def settings_from(values: Mapping[str, Value], model: ModelSpec, cluster: Cluste
     data-parallel degree, as torchtitan resolves them.
     """
     dims = _parallel_dims(_degrees(values), cluster.world_size)
-    local = values["training.local_batch_size"]
-    global_ = values["training.global_batch_size"]
-    compiled = values["compile.components"] if values["compile.enable"] else ()
+    local, global_ = _batch(values)
+    enabled, components, compile_mode = _compile(values)
+    compiled = components if enabled else ()
     converters = values["model.converters"]
     float8 = None
     if FLOAT8_LINEAR in converters:
@@ -153,7 +191,7 @@ def settings_from(values: Mapping[str, Value], model: ModelSpec, cluster: Cluste
         offload,
         reshard,
         _checkpointing(*_ac(values)),
-        _compilation("model" in compiled, "loss" in compiled, values["titan_tune.compile_mode"]),
+        _compilation("model" in compiled, "loss" in compiled, compile_mode),
         float8,
         MX_LINEAR in converters,
         FLOAT8_GROUPED_MM in converters,

@@ -24,6 +24,20 @@ def memory_budget_compile(settings: Settings, values: Values) -> Facts | None:
 
 
 @invalid(
+    "cpu-compile-tensor-parallel",
+    "a compiled model at tensor_parallel_degree={tp} does not train on CPU",
+    fix="set compile.enable = false or parallelism.tensor_parallel_degree = 1",
+)
+def cpu_compile_tensor_parallel(settings: Settings, values: Values) -> Facts | None:
+    """``apply_tp`` and ``apply_compile`` (torchtitan/models/llama3/infra/parallelize.py). Step 1 ends in "'Tensor'
+    object has no attribute '_local_tensor'" or "expected all tensors_saved_with_vc_check to be Tensors", depending
+    on activation checkpointing. Seen with torch 2.13 on CPU; H200s with torch 2.11 train it."""
+    if settings.dims.tp == 1 or not settings.compile.model or not settings.cluster.gpu.is_cpu:
+        return None
+    return {"tp": settings.dims.tp}
+
+
+@invalid(
     "async-tp-compile",
     "enable_async_tensor_parallel at tensor_parallel_degree={tp} needs a compiled model",
     fix="set compile.enable = true with model among compile.components, or enable_async_tensor_parallel = false",
