@@ -14,7 +14,7 @@ from rich.text import Text
 from titan_tune.domain.probe import ProbeStatus
 from titan_tune.space.axes import Budget
 from titan_tune.study.budget import SECONDS_PER_HOUR, Spent
-from titan_tune.study.plan import Plan
+from titan_tune.study.plan import Plan, label_of
 from titan_tune.study.records import TrialRecord
 from titan_tune.study.search import Running, Snapshot
 from titan_tune.study.selection import Standing, Winner, standings, winner
@@ -22,6 +22,7 @@ from titan_tune.units import format_duration, format_gib
 
 SHOWN_CONFIGURATIONS = 10
 SHOWN_FAILURES = 8
+SHOWN_CHARACTERS = 160
 STATUS_STYLE = {
     ProbeStatus.COMPLETED: "green",
     ProbeStatus.INFRASTRUCTURE: "yellow",
@@ -106,8 +107,13 @@ def finished_line(record: TrialRecord, label: str) -> Text:
         )
     line.append(label)
     if not record.measurement:
-        line.append(f"  {outcome.message}", style="dim")
+        line.append(f"  {shortened(outcome.message)}", style="dim")
     return line
+
+
+def shortened(message: str) -> str:
+    """The beginning of a message; all of it is in the trial's ``outcome.json``."""
+    return message if len(message) <= SHOWN_CHARACTERS else f"{message[:SHOWN_CHARACTERS]}…"
 
 
 def picture(snapshot: Snapshot) -> RenderableType:
@@ -228,7 +234,8 @@ def summary(
     parts: list[RenderableType] = [table]
     failed = [r for r in records if not r.measurement]
     for record in failed[:SHOWN_FAILURES]:
-        text = f"not measured: #{record.number} {record.outcome.status}: {record.outcome.message}"
+        message = shortened(record.outcome.message)
+        text = f"not measured: #{record.number} {record.outcome.status}: {message} ({record.directory})"
         parts.append(Text(text, style="dim"))
     if len(failed) > SHOWN_FAILURES:
         parts.append(Text(f"… and {len(failed) - SHOWN_FAILURES} more", style="dim"))
@@ -270,7 +277,7 @@ def _row(place: int, standing: Standing, base: Standing | None) -> list[str | Te
         "baseline" if is_base else percent(gain) if gain is not None else "",
         format_gib(measurement.peak_reserved_bytes) if measurement else "",
         runs,
-        Text("\n".join(f"{axis}={label}" for axis, label in standing.latest.choices.items())),
+        Text(label_of(standing.latest.choices)),
     ]
 
 
