@@ -154,9 +154,8 @@ def main() -> None:
         "|---|---|---|---|---|",
         *lines,
         "",
-        "Compiled blocks are traced through an FX interpreter, which understates a block's own backward.",
-        "Zero-bubble schedules keep more between the two halves of their backward than the formula knows",
-        "(ranks that are not the worst here); the interval is wide for them.",
+        "Zero-bubble schedules run a block's weight half once per weight, and a checkpoint recomputes each time;",
+        "what is alive between the halves is not fully understood: the interval is wide for them.",
         "",
     ]
     REPORT.write_text("\n".join(text))

@@ -1,4 +1,4 @@
-"""Holds the memory formula against the H200 rows and writes reports/memory_accuracy.md."""
+"""Holds the memory formula, traces and other estimators against measured runs: reports/memory_accuracy.md."""
 
 from __future__ import annotations
 
@@ -6,107 +6,246 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from h200_rows import ROOT, Row, rows
+import public_rows
+from h200_rows import ROOT, Row, layout_rows, rows
+from other_estimators import ESTIMATORS
+from rejections import decision_section
+from traced_rows import Traces, traces, worst_trace
 
+from titan_tune.domain.settings import AcMode, Settings
 from titan_tune.estimate import estimate_memory
+from titan_tune.estimate.traced import trace_margins
 from titan_tune.units import GIB
+
+REPORT = ROOT / "reports" / "memory_accuracy.md"
 
 
 @dataclass(frozen=True)
 class Comparison:
     """One rank's measured and estimated figures, GiB."""
 
-    run: str
-    path: str
+    row: Row
+    rank: int
+    many: bool
     phase: str
     active: tuple[float, float]
     reserved: tuple[float, float]
-    device: tuple[float, float]
-    is_fake: bool
+    device: tuple[float, float] | None
+    traced: tuple[float, float] | None
+    """Active and reserved, where a trace was made."""
 
-    @staticmethod
-    def percent(pair: tuple[float, float]) -> float:
-        measured, estimated = pair
-        return 100 * (estimated / measured - 1)
+    @property
+    def run(self) -> str:
+        return self.row.id + (f" rank {self.rank}" if self.many else "")
+
+    @property
+    def path(self) -> str:
+        settings = self.row.settings
+        dims = settings.dims
+        shards = dims.fsdp_degree // dims.cp
+        names = (
+            ("PP", dims.pp > 1),
+            ("HSDP", dims.dp_replicate > 1 and shards > 1),
+            ("DDP", dims.dp_replicate > 1 and shards == 1),
+            ("FSDP", dims.dp_replicate == 1 and shards > 1),
+            ("CP", dims.cp > 1),
+            ("TP", dims.tp > 1),
+            ("EP", dims.ep > 1),
+        )
+        layout = " + ".join(name for name, is_used in names if is_used) or "one GPU"
+        accumulates = ", accumulation" if settings.gradient_accumulation_steps > 1 else ""
+        return f"{settings.model.name}: {layout}{accumulates}"
 
 
-def path_of(row: Row) -> str:
-    dims = row.settings.dims
-    names = (("PP", dims.pp), ("TP", dims.tp), ("FSDP", dims.fsdp_degree), ("DDP", dims.dp_replicate))
-    return " + ".join(name for name, degree in names if degree > 1) or "one GPU"
+def percent(pair: tuple[float, float]) -> float:
+    measured, estimated = pair
+    return 100 * (estimated / measured - 1)
 
 
-def comparisons(row: Row) -> Iterator[Comparison]:
+def comparisons(row: Row, traced: Traces) -> Iterator[Comparison]:
     """One for each pipeline rank, or one where all ranks are alike."""
     estimate = estimate_memory(row.settings)
     for stage in estimate.stages:
         rank = stage.stage
+        trace = traced.get((row.id, rank))
+        device = None
+        if row.device_gib and not row.is_fake:
+            device = (row.device_gib[rank], (stage.reserved_bytes + estimate.outside_bytes) / GIB)
         yield Comparison(
-            run=row.id + (f" rank {rank}" if len(estimate.stages) > 1 else ""),
-            path=path_of(row),
+            row=row,
+            rank=rank,
+            many=len(estimate.stages) > 1,
             phase=stage.peak.name,
             active=(row.active_gib[rank], stage.active_bytes / GIB),
             reserved=(row.reserved_gib[rank], stage.reserved_bytes / GIB),
-            device=(row.device_gib[rank], (stage.reserved_bytes + estimate.outside_bytes) / GIB),
-            is_fake=row.is_fake,
+            device=device,
+            traced=trace[:2] if trace else None,
         )
 
 
-def _stats(pairs: Sequence[tuple[float, float]]) -> str:
-    errors = [abs(Comparison.percent(pair)) for pair in pairs]
+def intervals(measured: Sequence[Row]) -> list[str]:
+    """How many runs lie in the interval that was said beforehand, worst rank."""
+    by_formula, by_trace, traced = 0, 0, traces()
+    with_trace = [row for row in measured if (row.id, 0) in traced]
+    for row in measured:
+        low, high = estimate_memory(row.settings).active_interval
+        by_formula += low <= max(row.active_gib) * GIB <= high
+    for row in with_trace:
+        active, phase = worst_trace(row, traced)
+        below, above = trace_margins(row.settings, phase)
+        by_trace += active * (1 - below) <= max(row.active_gib) <= active * (1 + above)
+    lines = [f"- measured active within the formula's interval: {by_formula} of {len(measured)} runs"]
+    if with_trace:
+        lines.append(f"- measured active within the trace's interval: {by_trace} of {len(with_trace)} runs")
+    return lines
+
+
+def stats(pairs: Sequence[tuple[float, float]]) -> str:
+    errors = [abs(percent(pair)) for pair in pairs]
     return f"mean {statistics.mean(errors):.2f} %, worst {max(errors):.2f} %"
 
 
-def report(found: Sequence[Comparison]) -> str:
-    real = [c for c in found if not c.is_fake]
-    paths = sorted({c.path for c in found})
+def report() -> str:
+    measured = (*rows(), *layout_rows())
+    dense = [row for row in measured if row.settings.model.is_dense_llama]
+    traced = traces()
+    found = [comparison for row in measured for comparison in comparisons(row, traced)]
+    real = [row for row in measured if row.device_gib and not row.is_fake]
+    parts = (
+        head(found, measured),
+        by_path(found),
+        against_others(dense, traced),
+        decision_section(real),
+        public_rows.section(),
+        limits(),
+        every_row(found),
+    )
+    return "\n".join(line for part in parts for line in (*part, ""))
+
+
+def head(found: Sequence[Comparison], measured: Sequence[Row]) -> list[str]:
+    devices = [c.device for c in found if c.device is not None]
     lines = [
-        "# Memory: the formula against measured runs",
+        "# Memory: predicted against measured",
         "",
-        f"{len(found)} values of NVIDIA H200 runs (torch 2.11.0+cu130, torchtitan 0.2.2, torchao 0.17.0,",
-        "`PYTORCH_ALLOC_CONF=expandable_segments:True`), one run each, the peak over all steps. Written by",
-        "benchmarks/memory_accuracy.py.",
+        f"{len(found)} values of runs on NVIDIA H200 (torch 2.11.0+cu130, torchtitan 0.2.2, torchao 0.17.0,",
+        "`PYTORCH_ALLOC_CONF=expandable_segments:True`), one run each, the peak over all steps: tests/data/",
+        "h200_measured.jsonl and h200_rows_layouts.jsonl (one rank of a larger job under a fake process group;",
+        "mixture-of-experts rows with forced even routing). Written by benchmarks/memory_accuracy.py.",
         "",
-        f"- active: |error| {_stats([c.active for c in found])}; "
-        f"{sum(abs(c.percent(c.active)) <= 0.1 for c in found)} of {len(found)} within 0.1 %",
-        f"- reserved: |error| {_stats([c.reserved for c in found])}",
-        f"- device used (without fake process groups): |error| {_stats([c.device for c in real])}",
-        "",
-        "Active memory has no fitted constant. Reserved has nine (fragmentation by what is recomputed and its",
-        "limit, pipelines, segments) and device four (context and NCCL), all taken from these same rows: treat their",
-        "errors as in-sample.",
-        "",
-        "| path | values | active | reserved |",
-        "|---|---|---|---|",
+        f"- formula, active: |error| {stats([c.active for c in found])}; "
+        f"{sum(abs(percent(c.active)) <= 0.1 for c in found)} of {len(found)} within 0.1 %",
+        f"- formula, reserved: |error| {stats([c.reserved for c in found])}",
+        f"- formula, device used (without fake process groups): |error| {stats(devices)}",
     ]
-    for path in paths:
+    both = [c for c in found if c.traced is not None]
+    if both:
+        active = [(c.active[0], c.traced[0]) for c in both if c.traced]
+        reserved = [(c.reserved[0], c.traced[1]) for c in both if c.traced]
+        lines += [
+            f"- trace, active: |error| {stats(active)} over {len(both)} values",
+            f"- trace, reserved: |error| {stats(reserved)}",
+        ]
+    return [
+        *lines,
+        *intervals(measured),
+        "",
+        "The formula's active memory has no fitted constant. Its reserved has nine (fragmentation by what is",
+        "recomputed and its limit, pipelines, segments) and device four (context and NCCL), all taken from these",
+        "same rows: treat those errors as in-sample. A trace has no fitted constant in either.",
+    ]
+
+
+def by_path(found: Sequence[Comparison]) -> list[str]:
+    lines = ["| model: layout | values | active | reserved |", "|---|---|---|---|"]
+    for path in sorted({c.path for c in found}):
         of_path = [c for c in found if c.path == path]
-        active, reserved = _stats([c.active for c in of_path]), _stats([c.reserved for c in of_path])
+        active, reserved = stats([c.active for c in of_path]), stats([c.reserved for c in of_path])
         lines.append(f"| {path} | {len(of_path)} | {active} | {reserved} |")
-    lines += [
+    return lines
+
+
+def against_others(measured: Sequence[Row], traced: Traces) -> list[str]:
+    """Errors of peak active memory of the worst rank."""
+    lines = [
+        "## Beside what people use instead",
         "",
-        "No row covers: HSDP, PP with FSDP or TP, TP with FSDP, CP, schedules other than 1F1B, gradient",
-        "accumulation, CPU offload, `reshard_after_forward` other than default, mxfp8, eager blocks whose own",
-        "backward is the peak. The estimate widens its interval for each; most of them were held against traces",
-        "of whole steps instead (reports/formula_against_trace.md).",
+        "Peak active memory of the worst rank, dense Llama runs. Megatron-LM's estimator",
+        "(megatron/training/theoretical_memory_usage.py) takes 18 bytes a parameter and, for activations,",
+        "s·b·h·(18 + 4·ffn/h) a layer (arXiv 2205.05198, table 2: selective recomputation) plus 4·s·b·(h + V) for",
+        "the output. It knows no FSDP, so its parameters are divided by the sharding here, in its favour. The third",
+        "line is the same with ZeRO's 16 bytes. accelerate's estimator and Hugging Face's model-memory-usage say 4 ×",
+        "the weights, without activations; it is divided by the sharding too.",
         "",
-        "| run | peak in | active: measured, estimated GiB, error % | reserved: measured, estimated GiB, error % |",
-        "|---|---|---|---|",
+        "| method | runs | median error | mean absolute error | worst | mean absolute error, selective op alone |",
+        "|---|---|---|---|---|---|",
+    ]
+    worst_rank = [max(row.active_gib) for row in measured]
+    errors = {
+        name: {
+            row.id: percent((m, predict(row.settings))) for row, m in zip(measured, worst_rank, strict=True)
+        }
+        for name, predict in ESTIMATORS.items()
+    }
+    by_trace = {
+        row.id: percent((m, worst_trace(row, traced)[0]))
+        for row, m in zip(measured, worst_rank, strict=True)
+        if (row.id, 0) in traced
+    }
+    if by_trace:
+        errors = {"titan-tune trace": by_trace, **errors}
+    selective = {row.id for row in measured if is_selective_op(row.settings)}
+    for name, values in errors.items():
+        every = list(values.values())
+        op = [abs(value) for run, value in values.items() if run in selective]
+        lines.append(
+            f"| {name} | {len(every)} | {statistics.median(every):+.2f} % | {statistics.mean(map(abs, every)):.2f} % "
+            f"| {max(every, key=abs):+.1f} % | {statistics.mean(op):.2f} % ({len(op)} runs) |"
+        )
+    return lines
+
+
+def is_selective_op(settings: Settings) -> bool:
+    """Megatron's activations assume selective recomputation; this is torchtitan's nearest to it."""
+    return settings.ac.mode is AcMode.SELECTIVE and settings.ac.every == 0
+
+
+def limits() -> list[str]:
+    return [
+        "## What is not covered",
+        "",
+        "No H200 row covers: PP with FSDP or TP, schedules other than 1F1B, CPU offload,",
+        "`reshard_after_forward = always`, mxfp8, ETP, uneven routing of tokens to experts. The estimate widens its",
+        "interval for each; dense layouts among them were held against traces of whole steps instead",
+        "(reports/formula_against_trace.md).",
+    ]
+
+
+def every_row(found: Sequence[Comparison]) -> list[str]:
+    lines = [
+        "## Every value",
+        "",
+        "GiB; in brackets the error in per cent.",
+        "",
+        "| run | peak in | active | formula | trace | reserved | formula | trace |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for c in found:
-        cells = (
-            f"{measured:.3f}, {estimated:.3f}, {c.percent((measured, estimated)):+.2f}"
-            for measured, estimated in (c.active, c.reserved)
-        )
+        cells = []
+        for place, (measured, estimated) in enumerate((c.active, c.reserved)):
+            trace = "–" if c.traced is None else cell(measured, c.traced[place])
+            cells += [f"{measured:.3f}", cell(measured, estimated), trace]
         lines.append(f"| {c.run} | {c.phase} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    return lines
+
+
+def cell(measured: float, estimated: float) -> str:
+    return f"{estimated:.3f} ({percent((measured, estimated)):+.2f})"
 
 
 def main() -> None:
-    found = [comparison for row in rows() for comparison in comparisons(row)]
-    path = ROOT / "reports" / "memory_accuracy.md"
-    path.write_text(report(found))
-    print(f"wrote {path}")
+    REPORT.write_text(report())
+    print(f"wrote {REPORT}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""The H200 rows (57 runs, torch 2.11, torchtitan 0.2.2) as Settings with what was measured."""
+"""The H200 rows (96 runs, torch 2.11, torchtitan 0.2.2) as Settings with what was measured.
+
+``h200_measured.jsonl``: dense Llama on one and two GPUs with speeds. ``h200_rows_layouts.jsonl``: more
+layouts and every model family, memory only, routing of experts forced to be even.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from titan_tune.catalog.loader import gpu_spec
+from titan_tune.catalog.loader import gpu_spec, model_spec
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.domain.model import ModelSpec
 from titan_tune.domain.settings import Settings
@@ -16,6 +20,8 @@ from titan_tune.titan.keys import defaults
 from titan_tune.titan.settings import settings_from
 
 DATA = Path(__file__).parents[1] / "data" / "h200_measured.jsonl"
+LAYOUTS = DATA.with_name("h200_rows_layouts.jsonl")
+MODEL_ARGS = "titan_tune.model_args."
 
 
 @dataclass(frozen=True)
@@ -59,3 +65,28 @@ def _row(raw: dict[str, Any]) -> Row:
         tokens_per_second=raw["median_tps_per_gpu"],
         is_fake=raw["comm"] == "fake",
     )
+
+
+@dataclass(frozen=True)
+class LayoutRow:
+    id: str
+    settings: Settings
+    active_gib: float
+    reserved_gib: float
+
+
+@lru_cache(maxsize=1)
+def layout_rows() -> tuple[LayoutRow, ...]:
+    return tuple(_layout_row(json.loads(line)) for line in LAYOUTS.read_text().splitlines())
+
+
+def _layout_row(raw: dict[str, Any]) -> LayoutRow:
+    config = raw["config"]
+    args = {key.removeprefix(MODEL_ARGS): value for key, value in config.items() if MODEL_ARGS in key}
+    keys = {key: value for key, value in config.items() if MODEL_ARGS not in key}
+    model = model_spec(
+        keys["model.name"], keys["model.flavor"], model_args=args or None, seq_len=keys["training.seq_len"]
+    )
+    cluster = ClusterSpec(gpu=gpu_spec("h200"), gpus_per_node=raw["world_size"])
+    (active,), (reserved,) = raw["active_gib"], raw["reserved_gib"]
+    return LayoutRow(raw["id"], settings_from({**defaults(), **keys}, model, cluster), active, reserved)

@@ -13,7 +13,7 @@ from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.domain.estimate import Verdict
 from titan_tune.domain.settings import AcMode, ActivationCheckpointing, Compilation, ParallelDims, Settings
 from titan_tune.estimate import estimate_memory, minimum_gpus, suggestions
-from titan_tune.estimate.advice import with_shards
+from titan_tune.estimate.advice import is_sure_to_run, with_shards
 
 
 def job(
@@ -39,13 +39,20 @@ def test_minimum_fits_and_half_of_it_does_not(gpu: str, batch: int, tp: int) -> 
     if fewest is None:
         return
     shards = fewest // tp
-    assert estimate_memory(with_shards(settings, shards)).verdict is not Verdict.DOES_NOT_FIT
+    assert is_sure_to_run(estimate_memory(with_shards(settings, shards)))
     if shards > 1:
-        assert estimate_memory(with_shards(settings, shards // 2)).verdict is Verdict.DOES_NOT_FIT
+        assert not is_sure_to_run(estimate_memory(with_shards(settings, shards // 2)))
 
 
 def test_no_number_of_gpus_helps_where_activations_alone_are_too_much() -> None:
     assert minimum_gpus(job(batch=64)) is None
+
+
+def test_minimum_is_of_sizes_that_are_valid() -> None:
+    settings = job(batch=1)
+    free = minimum_gpus(settings)
+    assert free is not None
+    assert minimum_gpus(settings, is_valid=lambda s, _: s.dims.dp_shard >= 4 * free) == 4 * free
 
 
 def test_suggestions_fit_and_are_what_they_say() -> None:
@@ -55,7 +62,7 @@ def test_suggestions_fit_and_are_what_they_say() -> None:
     assert found
     for suggestion in found:
         assert suggestion.memory == estimate_memory(suggestion.settings)
-        assert suggestion.memory.verdict is not Verdict.DOES_NOT_FIT
+        assert is_sure_to_run(suggestion.memory)
         assert suggestion.gpus == suggestion.settings.dims.world_size
     numerics = [suggestion.changes_numerics for suggestion in found]
     assert numerics == sorted(numerics)

@@ -40,6 +40,8 @@ def _moe(args: Args, expert_hidden_dim: int, **layers: int) -> MoeSpec:
         top_k=args["moe_args.top_k"],
         num_shared_experts=args["moe_args.num_shared_experts"],
         expert_hidden_dim=expert_hidden_dim,
+        gate_bias=args["moe_args.gate_bias"],
+        score_before_experts=args["moe_args.score_before_experts"],
         **layers,
     )
 

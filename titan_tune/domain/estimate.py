@@ -58,6 +58,8 @@ class MemoryEstimate:
     logits_loss, gathered_parameters, other. Sums to ``active_bytes``."""
     capacity_bytes: float
     verdict: Verdict
+    assumptions: tuple[str, ...] = ()
+    """What the figures take for granted, one sentence each."""
 
     @property
     def peak(self) -> Phase:

@@ -20,6 +20,9 @@ class MoeSpec(FrozenModel):
     """Leading layers that keep a dense feed-forward (deepseek_v3's ``n_dense_layers``)."""
     layer_step: PositiveInt = 1
     """Every ``layer_step``-th layer is a MoE layer (llama4's ``interleave_moe_layer_step``)."""
+    gate_bias: bool = False
+    score_before_experts: bool = True
+    """Whether routing scores scale the experts' inputs (else their outputs)."""
 
 
 class MlaSpec(FrozenModel):

@@ -1,4 +1,4 @@
-"""What a transformer block keeps for its backward, and what its backward needs beyond that.
+"""What a transformer block keeps from its forward for its backward.
 
 Derived from the torchtitan 0.2.2 source and fake-tensor traces of whole steps, then held against
 H200 runs (torch 2.11). Sizes are bytes on one rank; T tokens, D dim, A heads x head_dim,
@@ -7,84 +7,187 @@ K KV heads x head_dim, F feed-forward width, H heads, t TP degree.
 
 from __future__ import annotations
 
-from titan_tune.estimate.parameters import ParamPath, Recompute, Shapes
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+
+from titan_tune.estimate.blocks import ROUTED_INDEX_BYTES, Width, feed_forward_matmuls
+from titan_tune.estimate.parameters import FP32_BYTES, ParamPath, Recompute, Shapes
 
 
-def saved_block_bytes(shapes: Shapes, mode: Recompute) -> float:
+def saved_block_bytes(shapes: Shapes, mode: Recompute, is_moe: bool = False) -> float:
     """Saved by one block, without S x S attention scores."""
     if mode is Recompute.BUDGET:
-        return _saved_under_budget(shapes)
+        return _saved_under_budget(shapes, is_moe)
     if shapes.path is ParamPath.AUTOCAST:
-        return _saved_autocast(shapes, mode)
-    return _saved_sharded(shapes, mode)
+        return _saved_autocast(shapes, mode, is_moe)
+    return _saved_sharded(shapes, mode, is_moe)
 
 
-def _saved_autocast(s: Shapes, mode: Recompute) -> float:
+def _saved_autocast(s: Shapes, mode: Recompute, is_moe: bool) -> float:
     """Residual stream and norms in the parameters' dtype, linears cast to bf16."""
-    tokens, dim = s.tokens, s.dim
+    tokens, dim, attention = s.tokens, s.dim, s.attention
     residual = s.residual_bytes * tokens * dim
-    log_sum_exp = 4 * tokens * s.heads
     if mode is Recompute.FULL:
         return residual
+    log_sum_exp = 4 * tokens * s.heads
     if mode is Recompute.OP:
-        eager_w2_output = 0 if s.compile_block else 2 * tokens * dim
-        return residual + 2 * tokens * (2 * s.attn_dim + s.kv_dim + s.ffn) + log_sum_exp + eager_w2_output
-    rstd = 8 * tokens
-    qkv_out = 2 * s.attn_dim + 2 * s.kv_dim
-    weights = saved_weight_bytes(s, mode)
-    if not s.compile_block:
-        # each of the five linears that read a norm output casts its own copy of it
-        norm_copies = (10 if s.residual_bytes == 4 else 4) * tokens * dim
-        return 2 * residual + norm_copies + 2 * tokens * (qkv_out + 4 * s.ffn) + log_sum_exp + rstd + weights
-    if s.float8:
-        return residual + 2 * tokens * dim + 2 * tokens * (qkv_out + 2 * s.ffn) + log_sum_exp + rstd
-    return residual + 6 * tokens * dim + 2 * tokens * (qkv_out + 3 * s.ffn) + log_sum_exp + rstd + weights
+        return residual + _saved_by_policy(s, 2, log_sum_exp, is_moe)
+    fp32 = s.residual_bytes == 4
+    kept = 2 * attention.kept_split * tokens + log_sum_exp + _reciprocals(s) + _sink_bytes(s)
+    kept += _inner_norm_bytes(s) if fp32 and not s.compile_block else 2 * attention.kept_whole * tokens
+    if fp32:
+        kept += 2 * attention.rope_cast * s.seq_full
+    weights = saved_weight_bytes(s, mode, is_moe)
+    if s.compile_block:
+        norms = 6 if not is_moe else 4  # the norm outputs, cast once, and wo's output in a dense block
+        if s.float8:
+            norms = 2
+        ffn = _kept_experts(s) if is_moe else 2 * tokens * (2 if s.float8 else 3) * s.ffn
+        hidden = residual * (2 if is_moe else 1) + norms * tokens * dim
+        return hidden + kept + ffn + weights
+    # each linear that reads a norm output casts its own copy of it
+    readers = (2 if attention.kept_whole else 3) + 2
+    if is_moe and s.moe is not None:
+        readers += 1 if s.moe.shared_hidden else -1  # the router; no dense w1 and w3
+    norm_copies = (2 * readers if fp32 else 4) * tokens * dim
+    ffn = _kept_experts(s) if is_moe else 2 * tokens * 4 * s.ffn
+    return 2 * residual + norm_copies + kept + ffn + weights
 
 
-def saved_weight_bytes(shapes: Shapes, mode: Recompute) -> float:
+def _inner_norm_bytes(s: Shapes) -> float:
+    """Norms of queries, keys and latents under autocast: input and normalised input in fp32."""
+    attention, tokens = s.attention, s.tokens
+    heads = 6.0 * attention.query_key if attention.norms_split else 0.0
+    return (heads + 10.0 * attention.latents) * tokens  # of latents also the output, cast to bf16
+
+
+def _sink_bytes(s: Shapes) -> float:
+    """gpt_oss: the sinks' sigmoid in fp32 and in the compute dtype."""
+    return s.tokens * s.attention.sinks * (4 + s.compute_bytes) / s.tp
+
+
+def _reciprocals(s: Shapes) -> float:
+    """fp32 reciprocal deviations of the block's norms."""
+    attention = s.attention
+    inner = attention.norms_split / s.tp + attention.norms_whole
+    return 4 * s.tokens * (2 / s.tp + inner)
+
+
+def saved_weight_bytes(shapes: Shapes, mode: Recompute, is_moe: bool = False) -> float:
     """bf16 weight copies that autocast's linears keep for their backward, part of the saved bytes."""
     float8_recomputes = shapes.float8 and shapes.compile_block
     if mode is not Recompute.NONE or shapes.path is not ParamPath.AUTOCAST or float8_recomputes:
         return 0.0
-    return 2.0 * shapes.block_matmul if shapes.param_bytes == 4 else 0.0
+    if shapes.param_bytes != FP32_BYTES:
+        return 0.0
+    return 2.0 * (shapes.gathered_params(True) if is_moe else shapes.block_matmul)
 
 
-def _saved_sharded(s: Shapes, mode: Recompute) -> float:
+def _saved_by_policy(s: Shapes, size: int, log_sum_exp: float, is_moe: bool) -> float:
+    """What selective op AC saves beyond the block's input: attention, every second ``mm`` and what
+    collectives received. The submodules of a compiled MoE block hide their matmuls from the policy."""
+    attention, tokens, tp, moe = s.attention, s.tokens, s.tp, s.moe
+    residual = size * tokens * s.dim / tp
+    saved = residual if tp > 1 else 0.0  # reduce-scatter output of wo
+    hidden_from_policy = is_moe and s.compile_block
+    if not (hidden_from_policy and s.flex_attention):
+        # MATH attention is no op of the save list: its output is recomputed
+        saved += log_sum_exp + (0.0 if s.math_attention else size * tokens * attention.output / tp)
+    if not hidden_from_policy:
+        hidden = s.ffn if not is_moe or moe is None else moe.shared_hidden
+        saved += size * tokens * policy_width(attention.matmuls, s.dim, hidden, tp, s.compile_block)
+        if s.flex_attention and not s.compile_block:
+            # the compiled kernel hands its inputs to the policy as outputs
+            saved += size * tokens * attention.query_key / tp
+    if tp > 1 and (is_moe or not s.compile_block):
+        saved += residual  # reduce-scatter output of the feed-forward
+    if is_moe and moe is not None and moe.saves_all_to_all and moe.own_group:
+        saved += 2 * size * moe.routed * s.dim
+    return saved
+
+
+@lru_cache(maxsize=4096)
+def policy_width(attention: tuple[Width, ...], dim: int, hidden: int, tp: int, compiled: bool) -> float:
+    """Elements per token of every second matmul output of a block. Compiled, one that no backward
+    reads is dropped: w2's, and under TP wo's (partial sums that were reduced)."""
+    outputs = (*attention, *feed_forward_matmuls(dim, hidden)) if hidden else attention
+    total = 0.0
+    for index, output in enumerate(outputs):
+        is_last = hidden > 0 and index == len(outputs) - 1
+        if index % 2 or (compiled and (is_last or (tp > 1 and not output.is_split and output.size == dim))):
+            continue
+        total += output.size / tp if output.is_split else output.size
+    return total
+
+
+def _saved_sharded(s: Shapes, mode: Recompute, is_moe: bool) -> float:
     """``fully_shard`` and plain paths: one dtype throughout, TP splits all but full-width inputs."""
     size, tokens, dim, tp = s.compute_bytes, s.tokens, s.dim, s.tp
     residual = size * tokens * dim / tp
+    saved = residual
+    if s.attention.rope_cast and s.path is ParamPath.FSDP and size != FP32_BYTES:
+        saved += size * s.attention.rope_cast * s.seq_full  # fully_shard casts floating inputs
     if mode is Recompute.FULL:
-        return residual
+        return saved
     log_sum_exp = 0.0 if s.math_attention else 4 * tokens * s.heads / tp
     if mode is Recompute.OP:
-        # MATH attention is no op of the save list: its output is recomputed
-        outputs = (1 if s.math_attention else 2) * s.attn_dim + s.kv_dim + s.ffn
-        saved = residual + size * tokens * outputs / tp + log_sum_exp
-        saved += residual if tp > 1 else 0  # reduce-scatter output of wo
-        if not s.compile_block:  # w2's output (full width: a partial sum under TP), saved and never used
-            saved += size * tokens * dim + (residual if tp > 1 else 0)
-        return saved + _ring_attention_bytes(s)
-    rstd = 8 * tokens / tp
-    qkv_out = 2 * s.attn_dim + 2 * s.kv_dim
-    if s.float8 and s.compile_block:
+        # eager, the policy sees the ring's kernel calls and saves nothing that was gathered
+        gathered = ring_attention_bytes(s) if s.compile_block else 0.0
+        return saved + _saved_by_policy(s, size, log_sum_exp, is_moe) + gathered
+    saved += attention_kept_bytes(s) + residual + log_sum_exp
+    if not (s.float8 and s.compile_block):
+        saved += 2 * size * tokens * dim  # norm outputs, recomputed where their casts fuse
+    if is_moe:
+        saved += _kept_experts(s)
+    elif s.float8 and s.compile_block:
         float8_weights = 3 * dim * s.ffn / tp if s.float8_all_gather else 0
-        saved = 2 * residual + size * tokens * (qkv_out + 2 * s.ffn) / tp + float8_weights
+        saved += 2 * size * tokens * s.ffn / tp + float8_weights
     else:
-        ffn_outputs = 3 if s.compile_block else 4
-        saved = 2 * residual + 2 * size * tokens * dim + size * tokens * (qkv_out + ffn_outputs * s.ffn) / tp
+        saved += size * tokens * (3 if s.compile_block else 4) * s.ffn / tp
+    return saved
+
+
+def attention_kept_bytes(s: Shapes) -> float:
+    """What attention keeps without AC, its input and the log-sum-exp left out; norms' deviations with it."""
+    size, tokens, tp, attention = s.compute_bytes, s.tokens, s.tp, s.attention
+    kept = size * tokens * (attention.kept_split / tp + attention.kept_whole)
     if s.math_attention:  # keys and values repeated to all heads
-        saved += 2 * size * tokens * (s.attn_dim - s.kv_dim) / tp
-    return saved + log_sum_exp + rstd + _ring_attention_bytes(s)
+        kept += 2 * size * tokens * (s.attn_dim - s.kv_dim) / tp
+    if s.compile_block:
+        kept += ring_attention_bytes(s)
+    elif s.cp > 1:  # the ring keeps its own copy of the output and nothing gathered; RoPE rows by position
+        kept += size * tokens * attention.output / tp + attention.rope_bytes * tokens
+    return kept + _reciprocals(s) + _sink_bytes(s)
 
 
-def _ring_attention_bytes(s: Shapes) -> float:
+def _kept_experts(s: Shapes) -> float:
+    """Kept by the routed and shared experts without AC."""
+    moe, size = s.moe, s.compute_bytes
+    assert moe is not None
+    fused = s.compile_block
+    per_row = moe.hidden * (moe.expert_width - (1 if fused else 0))
+    inputs = s.dim
+    scored = FP32_BYTES * s.tokens * moe.top_k * s.dim  # scores multiply in fp32
+    if s.path is ParamPath.AUTOCAST:
+        inputs *= 1 if fused else 2  # cast for w1 and for w3
+        scored = (FP32_BYTES if moe.score_before_experts else 2) * s.tokens * moe.top_k * s.dim
+    experts = size * moe.rows * (per_row + inputs) + scored
+    shared = size * s.tokens * (3 if fused else 4) * moe.shared_hidden / s.tp
+    router = FP32_BYTES * (s.tokens * moe.experts + moe.rows) + ROUTED_INDEX_BYTES * moe.routed
+    return experts + shared + router
+
+
+def ring_attention_bytes(s: Shapes) -> float:
     """Keys and values gathered from all CP ranks and a contiguous local copy of the keys."""
     if s.cp == 1:
         return 0.0
-    return (2 * s.compute_bytes * s.cp + s.compute_bytes) * s.tokens * s.kv_dim / s.tp
+    key = s.attention.query_key - s.attn_dim
+    value = s.attention.output if s.attention.kept_whole else key
+    return s.compute_bytes * (s.cp * (key + value) + key) * s.tokens / s.tp
 
 
-def _saved_under_budget(s: Shapes) -> float:
+def _saved_under_budget(s: Shapes, is_moe: bool) -> float:
     """The min-cut partitioner's choice for ``memory_budget``.
 
     It fills ``budget`` x (saved without AC - inputs) with matmul outputs, all worth the same per
@@ -92,9 +195,11 @@ def _saved_under_budget(s: Shapes) -> float:
     fp32 weights count among the inputs, their bf16 copies among what is saved. Attention is
     recomputed unless everything that is not a matmul or attention output is enough.
     """
+    none, floor = (saved_block_bytes(s, mode, is_moe) for mode in (Recompute.NONE, Recompute.FULL))
     if not s.compile_block:
-        return saved_block_bytes(s, Recompute.NONE)
-    none, floor = saved_block_bytes(s, Recompute.NONE), saved_block_bytes(s, Recompute.FULL)
+        return none
+    if is_moe:  # the routed experts and the seams between the compiled parts keep all they would
+        return none - (1 - max(0.0, min(1.0, s.budget))) * attention_kept_bytes(s)
     inputs = floor + (4 * s.block_matmul if saved_weight_bytes(s, Recompute.NONE) else 0)
     span = none - inputs
     if s.budget >= 1 or span <= 0:
@@ -127,61 +232,49 @@ def block_mode(shapes: Shapes, layer: int) -> Recompute:
     return Recompute.FULL if (layer + 1) % shapes.every == 0 else Recompute.NONE
 
 
-def saved_blocks(shapes: Shapes, num_layers: int, first: int = 0) -> tuple[float, float]:
-    """``(activations, attention scores)`` of ``num_layers`` blocks from the rank's ``first``-th on."""
+def saved_blocks(
+    shapes: Shapes, num_layers: int, first: int = 0, counted: int | None = None
+) -> tuple[float, float]:
+    """``(activations, attention scores)`` of ``num_layers`` blocks from the model's ``first`` on, which
+    is the rank's ``counted``-th (the same where there is no pipeline)."""
     if shapes.recompute is not Recompute.EVERY:
         mode = shapes.recompute
-        return num_layers * saved_block_bytes(shapes, mode), num_layers * saved_scores_bytes(shapes, mode)
-    full = (first + num_layers) // shapes.every - first // shapes.every
-    none = num_layers - full
-    saved_full = saved_block_bytes(shapes, Recompute.FULL)
-    saved_none = saved_block_bytes(shapes, Recompute.NONE)
-    return full * saved_full + none * saved_none, none * saved_scores_bytes(shapes, Recompute.NONE)
+        scores = num_layers * saved_scores_bytes(shapes, mode)
+        routed = shapes.num_moe_layers(first, first + num_layers) if shapes.moe is not None else 0
+        saved = (num_layers - routed) * saved_block_bytes(shapes, mode) if routed < num_layers else 0.0
+        return saved + (routed * saved_block_bytes(shapes, mode, True) if routed else 0.0), scores
+    built = first if counted is None else counted
+    if shapes.moe is None:
+        full = (built + num_layers) // shapes.every - built // shapes.every
+        kinds = {(Recompute.FULL, False): full, (Recompute.NONE, False): num_layers - full}
+    else:
+        kinds = Counter((block_mode(shapes, built + i), shapes.is_moe(first + i)) for i in range(num_layers))
+    saved = scores = 0.0
+    for (kind, is_moe), count in kinds.items():
+        saved += count * saved_block_bytes(shapes, kind, is_moe)
+        scores += count * saved_scores_bytes(shapes, kind)
+    return saved, scores
+
+
+Saved = Callable[[int], tuple[float, float]]
+"""``(activations, attention scores)`` of so many leading blocks."""
+
+
+def saved_by_depth(shapes: Shapes) -> Saved:
+    """:func:`saved_blocks` of the model's first blocks, computed once where all are alike."""
+    if shapes.moe is not None or shapes.recompute is Recompute.EVERY:
+        return lambda num_layers: saved_blocks(shapes, num_layers)
+    block, scores = saved_blocks(shapes, 1)
+    return lambda num_layers: (num_layers * block, num_layers * scores)
 
 
 def saved_weights_of_blocks(shapes: Shapes) -> float:
     """bf16 weight copies inside :func:`saved_blocks` of the whole model (autocast, no AC)."""
-    if shapes.recompute is Recompute.EVERY:
-        none = shapes.layers - shapes.layers // shapes.every
-        return none * saved_weight_bytes(shapes, Recompute.NONE)
-    return shapes.layers * saved_weight_bytes(shapes, shapes.recompute)
-
-
-def working_set(s: Shapes) -> tuple[float, float]:
-    """``(bytes, attention score bytes)`` of one block's backward beyond what the block saved.
-
-    Compiled, inductor's fused SwiGLU backward reads w1, w3 and d_product and writes product, d_w1
-    and d_w3 at once: six F-wide buffers (five under op AC, which saved w1).
-    """
-    size, tokens, dim, tp = s.compute_bytes, s.tokens, s.dim, s.tp
-    if s.math_attention:
-        rest = 4 * (3 * dim * s.ffn + dim * s.attn_dim) / tp + 4 * tokens * (2 * dim + 5 * s.attn_dim / tp)
-        return rest, 2 * s.score_bytes
-    mode = s.recompute
-    if not s.compile_block:
-        return _eager_working_set(s), 0.0
-    if mode is Recompute.OP:
-        need = size * tokens * 5 * s.ffn / tp + 2 * size * tokens * dim
-    elif mode is Recompute.NONE:
-        need = size * tokens * 3 * s.ffn / tp + size * tokens * dim
-    else:
-        need = size * tokens * (6 * s.ffn + 2 * s.attn_dim + 2 * s.kv_dim) / tp + 3 * size * tokens * dim
-        need += 4 * tokens * s.heads / tp
-    if mode is not Recompute.OP and mode is not Recompute.NONE:
-        need += _ring_attention_bytes(s)
-    if s.path is ParamPath.AUTOCAST and s.param_bytes == 4 and mode is not Recompute.NONE:
-        need += (1 if s.float8 else 2) * s.block_matmul  # recomputed low-precision weights
-    if s.float8 and s.rowwise:  # feed-forward operands, row- and column-scaled
-        need += (tokens * 5 * s.ffn + 3 * dim * s.ffn) / tp + 3 * tokens * dim
-    return need, 0.0
-
-
-def _eager_working_set(s: Shapes) -> float:
-    """Everything the forward would have saved, and the gradients of the SwiGLU: two F-wide and two
-    D-wide beyond the saved (three F-wide and one D-wide where nothing is recomputed)."""
-    size, tokens = s.compute_bytes, s.tokens
-    if s.recompute is Recompute.NONE:
-        return size * tokens * (3 * s.ffn / s.tp + s.dim)
-    mode = Recompute.FULL if s.recompute is Recompute.EVERY else s.recompute
-    recomputed = saved_block_bytes(s, Recompute.NONE) - saved_block_bytes(s, mode)
-    return max(0.0, recomputed) + size * tokens * (2 * s.ffn / s.tp + 2 * s.dim)
+    routed = shapes.num_moe_layers(0, shapes.layers)
+    kept = 1.0
+    mode = shapes.recompute
+    if mode is Recompute.EVERY:
+        kept = 1 - shapes.layers // shapes.every / shapes.layers
+        mode = Recompute.NONE
+    dense = (shapes.layers - routed) * saved_weight_bytes(shapes, mode)
+    return kept * (dense + (routed * saved_weight_bytes(shapes, mode, True) if routed else 0.0))

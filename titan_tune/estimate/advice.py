@@ -16,6 +16,8 @@ MAX_GPUS = 1 << 16
 MAX_SUGGESTIONS = 6
 MAX_CHANGES = 3
 """At once."""
+SPEED_TOLERANCE = 0.1
+"""A suggestion that asks for more must be faster by more than this: predictions are no better."""
 _Validity = Callable[[Settings, Mapping[str, Any]], bool]
 
 
@@ -37,11 +39,18 @@ class Suggestion:
     memory: MemoryEstimate
     tokens_per_second_per_gpu: float
     changes_numerics: bool = False
+    num_changes: int = 1
+    """Changes at once; one may take several keys."""
 
     @property
     def text(self) -> str:
-        """The change as ``key = value`` pairs."""
-        return ", ".join(f"{key} = {_toml(value)}" for key, value in self.values)
+        """The change as ``key = value`` pairs; empty where only the number of GPUs changes."""
+        return ", ".join(self.lines)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """One ``key = value`` each."""
+        return tuple(f"{key} = {_toml(value)}" for key, value in self.values)
 
     @property
     def gpus(self) -> int:
@@ -55,18 +64,19 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def minimum_gpus(settings: Settings) -> int | None:
-    """Fewest GPUs on which the job fits as it is, or ``None`` when no number does.
+def minimum_gpus(settings: Settings, *, is_valid: _Validity = _always) -> int | None:
+    """Fewest GPUs on which the job is sure to run as it is, or ``None`` when no number is enough.
 
     Only ``dp_shard`` changes, over powers of two (what nodes and batches divide into) and its own
-    value; every other degree stays.
+    value; every other degree stays. ``is_valid`` is asked about every size and its changed key.
     """
     others = settings.dims.world_size // settings.dims.dp_shard
     shards = {1 << power for power in range(MAX_GPUS.bit_length())} | {settings.dims.dp_shard}
     for shard in sorted(shards):
         if shard * others > MAX_GPUS:
             return None
-        if _fits(with_shards(settings, shard)):
+        resized = with_shards(settings, shard)
+        if _fits(resized) and is_valid(resized, dict(_shard_values(resized.dims))):
             return shard * others
     return None
 
@@ -87,9 +97,14 @@ def with_shards(settings: Settings, dp_shard: int) -> Settings:
 
 def _fits(settings: Settings) -> bool:
     try:
-        return estimate_memory(settings).verdict is not Verdict.DOES_NOT_FIT
+        return is_sure_to_run(estimate_memory(settings))
     except InputError:
         return False
+
+
+def is_sure_to_run(memory: MemoryEstimate) -> bool:
+    """Whether also the upper end of the interval fits: advice promises more than a verdict."""
+    return memory.active_interval[1] + memory.outside_bytes <= memory.capacity_bytes
 
 
 def suggestions(
@@ -101,22 +116,36 @@ def suggestions(
     """Changes that make the job fit, on the fewest GPUs and fastest predicted first; those that
     change numerics last.
 
-    ``is_valid`` is asked about every changed job and its changed keys. Two changes at once are offered
-    only when no single one that keeps the numerics helps, and three when no two do.
+    ``is_valid`` is asked about every changed job and its changed keys. Two changes at once are tried
+    only when no single one that keeps the numerics is enough (fits without pressure), and three when no
+    two are.
     """
     found: list[Suggestion] = []
-    level = [_Change((), settings)]
+    level = [_Change((), settings, number=0)]
     for _ in range(MAX_CHANGES):
         level = _extended(level)
         found += [s for change in level if (s := _suggestion(settings, change, is_valid)) is not None]
-        if any(not s.changes_numerics for s in found):
+        if any(not s.changes_numerics and s.memory.verdict is Verdict.FITS for s in found):
             break
         level = [change for change in level if not change.changes_numerics]
     found.sort(key=lambda s: (s.changes_numerics, s.gpus, -s.tokens_per_second_per_gpu))
     best: dict[tuple[frozenset[str], Verdict], Suggestion] = {}
     for suggestion in found:  # the mildest of those that turn the same keys
         best.setdefault((frozenset(k for k, _ in suggestion.values), suggestion.memory.verdict), suggestion)
-    return tuple(best.values())[:limit]
+    kept = [s for s in best.values() if not any(_makes_needless(other, s) for other in best.values())]
+    return tuple(kept)[:limit]
+
+
+def _makes_needless(one: Suggestion, other: Suggestion) -> bool:
+    """Whether ``one`` asks for no more than ``other`` in any respect and for less in one, and is about as
+    fast."""
+    asked = [
+        (s.changes_numerics, s.memory.verdict is Verdict.PRESSURE, s.gpus, s.num_changes)
+        for s in (one, other)
+    ]
+    no_more = all(mine <= theirs for mine, theirs in zip(*asked, strict=True))
+    floor = (1 - SPEED_TOLERANCE) * other.tokens_per_second_per_gpu
+    return no_more and asked[0] != asked[1] and one.tokens_per_second_per_gpu >= floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +153,7 @@ class _Change:
     values: tuple[tuple[str, Any], ...]
     settings: Settings
     changes_numerics: bool = False
+    number: int = 1
 
 
 def _suggestion(before: Settings, change: _Change, is_valid: _Validity) -> Suggestion | None:
@@ -132,12 +162,12 @@ def _suggestion(before: Settings, change: _Change, is_valid: _Validity) -> Sugge
         return None
     try:
         memory = estimate_memory(change.settings)
-        if memory.verdict is Verdict.DOES_NOT_FIT:
+        if not is_sure_to_run(memory):
             return None
         speed = estimate_step_time(change.settings).tokens_per_second_per_gpu
     except InputError:
         return None
-    return Suggestion(change.values, change.settings, memory, speed, change.changes_numerics)
+    return Suggestion(change.values, change.settings, memory, speed, change.changes_numerics, change.number)
 
 
 def _extended(changes: Sequence[_Change]) -> list[_Change]:
@@ -148,7 +178,7 @@ def _extended(changes: Sequence[_Change]) -> list[_Change]:
         for second in _single_changes(first.settings):
             if taken.isdisjoint(key for key, _ in second.values):
                 values = (*first.values, *second.values)
-                change = _Change(values, second.settings, second.changes_numerics)
+                change = _Change(values, second.settings, second.changes_numerics, first.number + 1)
                 extended.setdefault(repr(sorted(values)), change)
     return list(extended.values())
 

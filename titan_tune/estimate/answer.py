@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from titan_tune.domain.candidate import Finding, Value
-from titan_tune.domain.estimate import MemoryEstimate, StepTimeEstimate, Verdict
+from titan_tune.domain.estimate import MemoryEstimate, StageMemory, StepTimeEstimate, Verdict
 from titan_tune.domain.settings import Settings
+from titan_tune.estimate.accounting import Accounting, accounting_json
 from titan_tune.estimate.advice import Suggestion, minimum_gpus, suggestions
 from titan_tune.estimate.memory import METHOD, estimate_memory
+from titan_tune.estimate.parameters import NotCoveredError
 from titan_tune.estimate.step_time import estimate_step_time
 from titan_tune.titan import rules
 from titan_tune.units import gib
 
+if TYPE_CHECKING:
+    from titan_tune.estimate.traced import Traced
+    from titan_tune.trace import TraceResult
+
 SCHEMA = 1
 TORCHTITAN = "0.2.2"
 GIB_DIGITS = 3
+SHARD_DEGREE = "parallelism.data_parallel_shard_degree"
+FORMULA_ASSUMPTIONS = (
+    "nothing was run: closed forms from the torchtitan 0.2.2 source, held against H200 runs (torch 2.11)",
+    "PYTORCH_ALLOC_CONF=expandable_segments:True; without it the allocator reserves more",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``memory``, ``step_time`` and ``minimum_gpus`` are ``None`` for a job that the rules reject."""
+    """``memory``, ``step_time`` and ``minimum_gpus`` are ``None`` for a job that the rules reject.
+
+    A traced job may be one that the formula does not cover: it has ``memory``, the others are ``None``.
+    """
 
     settings: Settings
     invalid: tuple[Finding, ...]
@@ -31,33 +45,69 @@ class Answer:
     step_time: StepTimeEstimate | None = None
     minimum_gpus: int | None = None
     suggestions: tuple[Suggestion, ...] = ()
+    method: str = METHOD
+    traces: tuple[TraceResult, ...] = ()
+    accounting: Accounting | None = None
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the memory figures take for granted, one sentence each."""
+        if self.memory is None:
+            return ()
+        return self.memory.assumptions if self.traces else (*FORMULA_ASSUMPTIONS, *self.memory.assumptions)
 
 
-def answer(settings: Settings, values: Mapping[str, Value], *, advise: bool = True) -> Answer:
+def answer(
+    settings: Settings,
+    values: Mapping[str, Value],
+    *,
+    advise: bool = True,
+    trace: Callable[[], Traced] | None = None,
+) -> Answer:
     """Rules first; figures for a job that passes them, suggestions for one that does not fit.
 
+    ``trace`` is called for the memory in place of the formula.
+
     Raises:
-        NotCoveredError: the formula does not cover the model.
+        NotCoveredError: the formula does not cover the model, and there is no trace.
     """
     broken = rules.invalid(settings, values)
-    warnings = rules.warnings(settings, values)
+    found = Answer(settings, broken, rules.warnings(settings, values), method="trace" if trace else METHOD)
     if broken:
-        return Answer(settings, broken, warnings)
+        return found
+    if trace is None:
+        memory = estimate_memory(settings)
+        return _advised(replace(found, memory=memory), values, advise=advise)
+    traced = trace()
+    found = replace(found, memory=traced.memory, traces=traced.results)
+    try:
+        return _advised(found, values, advise=advise)
+    except NotCoveredError:
+        return found
+
+
+def _advised(found: Answer, values: Mapping[str, Value], *, advise: bool) -> Answer:
+    """With what the formula alone can say: speed, minimum GPUs, suggestions."""
+    settings, memory = found.settings, found.memory
 
     def still_valid(changed: Settings, changes: Mapping[str, Value]) -> bool:
         return rules.first_invalid(changed, {**values, **changes}) is None
 
-    memory = estimate_memory(settings)
-    needs_help = advise and memory.verdict is Verdict.DOES_NOT_FIT
-    return Answer(
-        settings,
-        broken,
-        warnings,
-        memory,
-        estimate_step_time(settings),
-        minimum_gpus(settings) if advise else None,
-        suggestions(settings, is_valid=still_valid) if needs_help else (),
-    )
+    found = replace(found, step_time=estimate_step_time(settings))
+    if not advise or memory is None:
+        return found
+    offered: tuple[Suggestion, ...] = ()
+    if memory.verdict is Verdict.DOES_NOT_FIT:
+        offered = tuple(_as_written(s, values) for s in suggestions(settings, is_valid=still_valid))
+    return replace(found, minimum_gpus=minimum_gpus(settings, is_valid=still_valid), suggestions=offered)
+
+
+def _as_written(suggestion: Suggestion, values: Mapping[str, Value]) -> Suggestion:
+    """Without the shard degree where the job leaves it to torchtitan (-1): it follows from the GPUs."""
+    if values.get(SHARD_DEGREE) != -1:
+        return suggestion
+    kept = tuple(pair for pair in suggestion.values if pair[0] != SHARD_DEGREE)
+    return replace(suggestion, values=kept)
 
 
 def answer_json(result: Answer) -> dict[str, Any]:
@@ -68,22 +118,28 @@ def answer_json(result: Answer) -> dict[str, Any]:
         "torchtitan": TORCHTITAN,
         "world_size": cluster.world_size,
         "gpu": {"name": cluster.gpu.name, "capacity_gib": _rounded(cluster.gpu.memory_gib)},
-        "method": METHOD,
+        "method": result.method,
     }
-    tail = {
+    tail: dict[str, Any] = {
+        "step_time": _step_time_json(result.step_time),
         "minimum_gpus": result.minimum_gpus,
         "warnings": [finding.as_dict() for finding in result.warnings],
         "invalid": [finding.as_dict() for finding in result.invalid],
         "suggestions": [_suggestion_json(suggestion) for suggestion in result.suggestions],
+        "assumptions": list(result.assumptions),
     }
-    return head | _figures(result.memory, result.step_time) | tail
+    if result.traces:
+        tail["traces"] = [_trace_json(trace) for trace in result.traces]
+    if result.accounting is not None:
+        tail["accounting"] = accounting_json(result.accounting)
+    return head | _memory_json(result.memory) | tail
 
 
-def _figures(memory: MemoryEstimate | None, step_time: StepTimeEstimate | None) -> dict[str, Any]:
-    if memory is None or step_time is None:
+def _memory_json(memory: MemoryEstimate | None) -> dict[str, Any]:
+    if memory is None:
         names = (
             "fits", "verdict", "peak_active_gib", "peak_active_interval_gib", "peak_reserved_gib",
-            "device_used_gib", "peak_phase", "worst_stage", "components_gib", "stages", "step_time",
+            "device_used_gib", "peak_phase", "worst_stage", "components_gib", "stages",
         )  # fmt: skip
         return dict.fromkeys(names)
     return {
@@ -96,19 +152,26 @@ def _figures(memory: MemoryEstimate | None, step_time: StepTimeEstimate | None) 
         "peak_phase": memory.peak.name,
         "worst_stage": memory.worst_stage,
         "components_gib": {name: _gib(size) for name, size in memory.components.items()},
-        "stages": [
-            {
-                "stage": stage.stage,
-                "peak_active_gib": _gib(stage.active_bytes),
-                "peak_phase": stage.peak.name,
-            }
-            for stage in memory.stages
-        ],
-        "step_time": {
-            "seconds": round(step_time.seconds, 4),
-            "tokens_per_second_per_gpu": round(step_time.tokens_per_second_per_gpu, 1),
-            "interval": [round(bound, 1) for bound in step_time.interval],
-        },
+        "stages": [_stage_json(stage) for stage in memory.stages],
+    }
+
+
+def _stage_json(stage: StageMemory) -> dict[str, Any]:
+    return {
+        "stage": stage.stage,
+        "peak_active_gib": _gib(stage.active_bytes),
+        "peak_reserved_gib": _gib(stage.reserved_bytes),
+        "peak_phase": stage.peak.name,
+    }
+
+
+def _step_time_json(step_time: StepTimeEstimate | None) -> dict[str, Any] | None:
+    if step_time is None:
+        return None
+    return {
+        "seconds": round(step_time.seconds, 4),
+        "tokens_per_second_per_gpu": round(step_time.tokens_per_second_per_gpu, 1),
+        "interval": [round(bound, 1) for bound in step_time.interval],
     }
 
 
@@ -121,6 +184,17 @@ def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
         "device_used_gib": _gib(suggestion.memory.device_bytes),
         "tokens_per_second_per_gpu": round(suggestion.tokens_per_second_per_gpu, 1),
         "changes_numerics": suggestion.changes_numerics,
+    }
+
+
+def _trace_json(trace: TraceResult) -> dict[str, Any]:
+    return {
+        "rank": trace.rank,
+        "stages": list(trace.stages),
+        "torch": trace.torch_version,
+        "allocator": trace.allocator,
+        "seconds": trace.seconds,
+        "phases_gib": {name: _gib(size) for name, size in trace.phases.items()},
     }
 
 

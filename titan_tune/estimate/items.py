@@ -48,8 +48,8 @@ SHARD_GRADIENTS: Final = frozenset({"gradients", "new_gradients", "reduce_buffer
 
 
 def by_component(items: Mapping[str, float]) -> dict[str, float]:
-    """The items summed by component, every component present."""
+    """The items summed by component, every component present; an item may be a whole component."""
     totals = dict.fromkeys(COMPONENTS, 0.0)
     for name, size in items.items():
-        totals[COMPONENT_OF[name]] += size
+        totals[COMPONENT_OF.get(name, name)] += size
     return totals

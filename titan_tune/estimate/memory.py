@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from titan_tune.domain.estimate import MemoryEstimate, Phase, StageMemory
 from titan_tune.domain.settings import Settings
 from titan_tune.estimate.items import by_component
-from titan_tune.estimate.parameters import Shapes, shapes_of
+from titan_tune.estimate.parameters import ParamPath, Shapes, shapes_of
 from titan_tune.estimate.phases import phases_of
 from titan_tune.estimate.pipeline import pipeline_phases
-from titan_tune.estimate.reserved import outside_bytes, reserved_bytes
+from titan_tune.estimate.reserved import CUDA_GRAPH_POOL, outside_bytes, reserved_bytes, uses_cuda_graphs
 from titan_tune.estimate.verdict import relative_margins, verdict_of
-from titan_tune.units import GIB
+from titan_tune.units import GIB, format_gib
 
 METHOD = "formula"
+GROUPED_MM_CAPABILITY = (9, 0)
+"""Below it torchtitan computes one expert after another."""
 
 
 def estimate_memory(settings: Settings) -> MemoryEstimate:
@@ -23,43 +25,76 @@ def estimate_memory(settings: Settings) -> MemoryEstimate:
     Under pipeline parallelism a stage is a pipeline rank (its stages together): memory is the rank's.
 
     Raises:
-        NotCoveredError: for mixture of experts, multi-head latent attention, query/key norms, tied
-            embeddings, families other than llama3, stage splits that the job spells out, and DDP
-            combined with TP or PP.
+        NotCoveredError: for stage splits that the job spells out, and DDP combined with TP or PP.
         InputError: when the pipeline cannot cut the model into its stages.
     """
     shapes = shapes_of(settings)
-    ranks = pipeline_phases(settings, shapes) if shapes.pp > 1 else (phases_of(shapes),)
+    ranks = _ranks(settings, shapes)
     caches = not settings.cluster.gpu.is_cpu
-    stages = tuple(_stage_memory(shapes, rank, phases, caches) for rank, phases in enumerate(ranks))
+    pools = 1 + CUDA_GRAPH_POOL if uses_cuda_graphs(settings) else 1.0
+    stages = tuple(_stage_memory(shapes, rank, phases, caches, pools) for rank, phases in enumerate(ranks))
     worst = max(stages, key=lambda stage: stage.active_bytes)
     reserved = max(stage.reserved_bytes for stage in stages)
     below, above = relative_margins(settings, shapes, worst.peak.name)
     active, outside = worst.active_bytes, outside_bytes(settings)
-    upper, capacity = active * (1 + above), settings.cluster.gpu.memory_gib * GIB
+    interval = (active * (1 - below), active * (1 + above))
+    capacity = settings.cluster.gpu.memory_gib * GIB
     return MemoryEstimate(
         method=METHOD,
         stages=stages,
         worst_stage=worst.stage,
         active_bytes=active,
-        active_interval=(active * (1 - below), upper),
+        active_interval=interval,
         reserved_bytes=reserved,
         device_bytes=reserved + outside,
         outside_bytes=outside,
         components=by_component(worst.peak.items),
         capacity_bytes=capacity,
-        verdict=verdict_of(upper, reserved, outside, capacity),
+        verdict=verdict_of(interval, reserved, outside, capacity),
+        assumptions=_assumptions(settings, shapes) if shapes.moe or shapes.tables == 1 else (),
     )
 
 
-def _stage_memory(shapes: Shapes, rank: int, phases: Sequence[Phase], caches: bool) -> StageMemory:
-    """``caches``: whether a caching allocator holds more than what is alive (not on a CPU)."""
-    peak = max(phases, key=lambda phase: phase.total_bytes)
-    active = peak.total_bytes
+def _ranks(settings: Settings, shapes: Shapes) -> tuple[tuple[Phase, ...], ...]:
+    """The phases of every pipeline rank, one where there is no pipeline."""
+    return pipeline_phases(settings, shapes) if shapes.pp > 1 else (phases_of(shapes),)
+
+
+def _assumptions(settings: Settings, shapes: Shapes) -> tuple[str, ...]:
+    """What holds for this model or layout only, one sentence each."""
+    said = []
+    moe = shapes.moe
+    if moe is not None:
+        even = "tokens are routed evenly: every expert gets the same number"
+        if moe.own_group:
+            everything = moe._replace(rows=moe.rows * moe.expert_parallel)
+            ranks = _ranks(settings, shapes._replace(moe=everything))
+            worst = max(phase.total_bytes for phases in ranks for phase in phases)
+            even += f"; were all sent to one rank's experts, it would hold {format_gib(worst)} active"
+        else:
+            even += " (without expert parallelism memory does not depend on it)"
+        said.append(even)
+        capability = settings.cluster.gpu.compute_capability
+        if capability is not None and capability < GROUPED_MM_CAPABILITY:
+            said.append("experts run in a loop on this GPU; their memory is taken as that of grouped matmuls")
+    if shapes.tables == 1 and shapes.path is ParamPath.FSDP:
+        said.append(
+            "embedding and output share one weight, as in torch 2.11; torch 2.13 refuses to shard them apart"
+        )
+    return tuple(said)
+
+
+def _stage_memory(
+    shapes: Shapes, rank: int, phases: Sequence[Phase], caches: bool, pools: float
+) -> StageMemory:
+    """``caches``: whether a caching allocator holds more than what is alive (not on a CPU); ``pools``: how many
+    times as much where CUDA graphs keep pools of their own."""
+    totals = [phase.total_bytes for phase in phases]
+    active = max(totals)
     return StageMemory(
         stage=rank,
-        peak=peak,
+        peak=phases[totals.index(active)],
         phases=tuple(phases),
         active_bytes=active,
-        reserved_bytes=max(active, reserved_bytes(shapes, phases)) if caches else active,
+        reserved_bytes=pools * max(active, reserved_bytes(shapes, phases, totals)) if caches else active,
     )

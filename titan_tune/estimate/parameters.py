@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from titan_tune.domain.settings import AcMode, Settings
 from titan_tune.errors import InputError
+from titan_tune.estimate.blocks import GPT_OSS, Attention, Moe, attention_of, moe_of
 from titan_tune.units import MIB
 
 CUBLAS_WORKSPACE_BYTES = 2 * 32 * MIB
@@ -59,8 +60,13 @@ class Shapes(NamedTuple):
     vocab: int
     layers: int
     block_matmul: int
-    """Parameters of a block's seven linears, whole (not sharded)."""
+    """Parameters of a dense block's linears that TP splits, whole (not sharded)."""
     block_norm: int
+    """Parameters of a block that every TP rank has."""
+    attention: Attention
+    moe: Moe | None
+    tables: int
+    """Embedding and output weight: two, or one that both share."""
     tp: int
     cp: int
     pp: int
@@ -72,6 +78,8 @@ class Shapes(NamedTuple):
     batch: int
     param_bytes: int
     """Of a stored parameter, of its gradient and of each Adam moment."""
+    block_param_bytes: int
+    """The same for the blocks: gpt_oss builds them in bf16 whatever ``training.dtype`` is."""
     compute_bytes: int
     """Of matmul inputs and outputs."""
     residual_bytes: int
@@ -84,6 +92,7 @@ class Shapes(NamedTuple):
     rowwise: bool
     float8_all_gather: bool
     math_attention: bool
+    flex_attention: bool
     accumulates: bool
     """Gradients of an earlier microbatch are there during this one's forward and backward."""
     loss_parallel: bool
@@ -94,8 +103,48 @@ class Shapes(NamedTuple):
 
     @property
     def block_shard_params(self) -> float:
-        """Parameters of one block on one TP rank (norms are not TP-sharded)."""
+        """Parameters of one dense block on one TP rank (norms are not TP-sharded)."""
         return self.block_matmul / self.tp + self.block_norm
+
+    @property
+    def moe_rest_params(self) -> float:
+        """Parameters of a MoE block on one TP rank, routed experts left out."""
+        moe = self.moe
+        assert moe is not None
+        split = self.attention.params_split + moe.rest_split
+        return split / self.tp + self.block_norm + moe.rest_whole
+
+    def gathered_params(self, is_moe: bool) -> float:
+        """Parameters of one block on one TP rank when no rank has only a part, FSDP's padding included."""
+        if not is_moe or self.moe is None:
+            return self.block_matmul / self.tp + self.block_norm
+        return self.moe_rest_params + self.moe.padded_expert_params
+
+    def stored_params(self, is_moe: bool) -> float:
+        """Parameters of one block that this rank stores."""
+        if not is_moe or self.moe is None:
+            return (self.block_matmul / self.tp + self.block_norm) / self.shards
+        return self.moe_rest_params / self.shards + self.moe.padded_expert_params / self.moe.expert_shards
+
+    def num_moe_layers(self, first: int, end: int) -> int:
+        """MoE blocks among ``first`` ... ``end - 1``."""
+        return 0 if self.moe is None else self.moe.num_moe_layers(first, end)
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether that block routes its tokens."""
+        return self.moe is not None and self.moe.is_moe(layer)
+
+    def stored_blocks(self, first: int, end: int) -> float:
+        """Parameters that this rank stores of blocks ``first`` ... ``end - 1``."""
+        routed = self.num_moe_layers(first, end)
+        dense = (end - first - routed) * (self.block_matmul / self.tp + self.block_norm) / self.shards
+        return dense + routed * self.stored_params(True) if routed else dense
+
+    def gathered_blocks(self, first: int, end: int) -> float:
+        """Parameters of those blocks on one TP rank, gathered."""
+        routed = self.num_moe_layers(first, end)
+        dense = (end - first - routed) * (self.block_matmul / self.tp + self.block_norm)
+        return dense + routed * self.gathered_params(True) if routed else dense
 
     @property
     def embedding_shard_params(self) -> float:
@@ -105,8 +154,14 @@ class Shapes(NamedTuple):
     @property
     def local_params(self) -> float:
         """Parameters that this rank stores, all layers (no pipeline split)."""
-        per_tp_rank = self.layers * self.block_shard_params + 2 * self.embedding_shard_params + self.dim
-        return per_tp_rank / self.shards
+        tables = self.tables * self.embedding_shard_params + self.dim
+        return self.stored_blocks(0, self.layers) + tables / self.shards
+
+    @property
+    def local_param_bytes(self) -> float:
+        """Those parameters in bytes; their gradients and each Adam moment take the same."""
+        tables = (self.tables * self.embedding_shard_params + self.dim) / self.shards
+        return self.block_param_bytes * self.stored_blocks(0, self.layers) + self.param_bytes * tables
 
     @property
     def residual_stream_bytes(self) -> float:
@@ -121,31 +176,12 @@ class Shapes(NamedTuple):
 
 def check_covered(settings: Settings) -> None:
     """Raise :class:`NotCoveredError` for what the closed forms do not describe."""
-    model = settings.model
-    if not model.is_dense_llama:
-        raise NotCoveredError(
-            f"model {model.name}/{model.flavor}: the formula covers dense llama3 models only, not "
-            f"{_uncovered_part(settings)}; measure it with a probe"
-        )
     dims = settings.dims
     if dims.dp_replicate > 1 and dims.fsdp_degree == 1 and (dims.tp > 1 or dims.pp > 1):
         raise NotCoveredError(
             f"data_parallel_replicate_degree = {dims.dp_replicate} with tensor or pipeline parallelism and no "
             "sharding: torchtitan refuses DDP beyond one dimension; use data_parallel_shard_degree"
         )
-
-
-def _uncovered_part(settings: Settings) -> str:
-    model = settings.model
-    if model.moe is not None:
-        return "mixture of experts"
-    if model.mla is not None:
-        return "multi-head latent attention"
-    if model.qk_norm:
-        return "query/key norms"
-    if model.tied_embeddings:
-        return "tied embeddings"
-    return f"the {model.name} family"
 
 
 def param_path(settings: Settings) -> ParamPath:
@@ -195,44 +231,51 @@ def shapes_of(settings: Settings) -> Shapes:
     batch = settings.pipeline.microbatch_size if dims.pp > 1 else settings.local_batch_size
     seq_local = settings.seq_len // dims.cp
     dim, heads, head_dim = model.dim, model.n_heads, model.head_dim
-    attn_dim, kv_dim, ffn = heads * head_dim, model.n_kv_heads * head_dim, model.ffn_hidden_dim
+    kv_dim, ffn = model.n_kv_heads * head_dim, model.ffn_hidden_dim
+    attention, tokens = attention_of(model), batch * seq_local
     is_fsdp = path is ParamPath.FSDP
     reshard = settings.reshard_after_forward
     # inputs, labels and RoPE table; the whole sequence even under context parallelism
-    inputs = 16.0 * settings.local_batch_size * seq_local + 4.0 * settings.seq_len * head_dim
+    inputs = 16.0 * settings.local_batch_size * seq_local + attention.rope_bytes * settings.seq_len
+    compiles = settings.compile.model and model.name != GPT_OSS  # torchtitan compiles its loss only
     return Shapes(
         path=path,
         dim=dim,
         heads=heads,
         head_dim=head_dim,
-        attn_dim=attn_dim,
+        attn_dim=heads * head_dim,
         kv_dim=kv_dim,
         ffn=ffn,
         vocab=model.vocab_size,
         layers=model.n_layers,
-        block_matmul=2 * dim * attn_dim + 2 * dim * kv_dim + 3 * dim * ffn,
-        block_norm=2 * dim,
+        block_matmul=attention.params_split + 3 * dim * ffn,
+        block_norm=attention.params_whole,
+        attention=attention,
+        moe=None if model.moe is None else moe_of(model, model.moe, dims, tokens),
+        tables=1 if model.tied_embeddings else 2,
         tp=dims.tp,
         cp=dims.cp,
         pp=dims.pp,
         replicate=dims.dp_replicate,
         shards=dims.fsdp_degree,
-        tokens=batch * seq_local,
+        tokens=tokens,
         seq_full=settings.seq_len,
         seq_local=seq_local,
         batch=batch,
         param_bytes=param_bytes,
+        block_param_bytes=2 if model.name == GPT_OSS else param_bytes,
         compute_bytes=compute_bytes,
         residual_bytes=residual_bytes,
         recompute=_recompute(settings),
         every=settings.ac.every,
         budget=settings.ac.memory_budget,
-        compile_block=settings.compile.model,
+        compile_block=compiles,
         compile_loss=settings.compile.loss,
         float8=float8 is not None or settings.mxfp8,
         rowwise=settings.mxfp8 or (float8 is not None and float8.recipe != "tensorwise"),
         float8_all_gather=is_fsdp and float8 is not None and float8.fsdp_all_gather,
         math_attention=_needs_math_attention(settings, compute_bytes),
+        flex_attention=model.attention == "flex",
         accumulates=settings.gradient_accumulation_steps > 1,
         loss_parallel=dims.tp > 1 and settings.loss_parallel,
         keep_gathered=is_fsdp and (reshard == "never" or (dims.pp > 1 and reshard == "default")),

@@ -6,15 +6,18 @@ the torchtitan 0.2.2 source and whole-step traces and were held against H200 run
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
 from titan_tune.domain.estimate import Phase
 from titan_tune.estimate.activations import (
+    Saved,
     block_mode,
     saved_block_bytes,
-    saved_blocks,
-    saved_scores_bytes,
+    saved_by_depth,
     saved_weights_of_blocks,
-    working_set,
 )
+from titan_tune.estimate.backward import ExpertsBackward, experts_backward, working_set
 from titan_tune.estimate.parameters import ParamPath, Shapes
 
 EMBEDDING_SORT_MIN_TOKENS = 3072
@@ -69,13 +72,14 @@ def embedding_scratch_bytes(s: Shapes) -> float:
 
 def autocast_phases(s: Shapes) -> tuple[Phase, ...]:
     """One GPU or DDP: fp32 (or ``training.dtype``) masters, bf16 compute under autocast."""
-    size, params, table = s.param_bytes, s.local_params, s.vocab * s.dim
-    state = {"parameters": size * params, "optimizer": ADAM_MOMENTS * size * params}
+    size, held_bytes, table = s.param_bytes, s.local_param_bytes, s.vocab * s.dim
+    state = {"parameters": held_bytes, "optimizer": ADAM_MOMENTS * held_bytes}
     if s.replicate > 1:  # gradient_as_bucket_view is off: buckets are a second copy, always there
-        state["ddp_buckets"] = size * params
+        state["ddp_buckets"] = held_bytes
     state["framework"] = s.framework_bytes
-    earlier = size * params if s.accumulates else 0.0
-    activations, scores = saved_blocks(s, s.layers)
+    earlier = held_bytes if s.accumulates else 0.0
+    saved = saved_by_depth(s)
+    activations, scores = saved(s.layers)
     output_copy = 2.0 * table if size == 4 else 0.0
     held = {"activations": activations, "attention_scores": scores}
     tail = tail_bytes(s)
@@ -95,7 +99,7 @@ def autocast_phases(s: Shapes) -> tuple[Phase, ...]:
     ]
     if not s.compile_loss and size == 4:
         # autocast's weight cache lives until its context ends, after the loss
-        cache = 2.0 * s.layers * s.block_matmul
+        cache = 2.0 * s.gathered_blocks(0, s.layers) if s.moe else 2.0 * s.layers * s.block_matmul
         forward = {
             "activations": activations - saved_weights_of_blocks(s),
             "attention_scores": scores,
@@ -106,9 +110,9 @@ def autocast_phases(s: Shapes) -> tuple[Phase, ...]:
         }
         phases.append(Phase("loss_forward", state | forward))
     dout = size * s.tokens * s.dim
-    block = s.block_matmul + s.block_norm
-    phases += _block_phases(s, state, held, dout, size * (table + s.dim), size * (params - table - block))
-    every_gradient = state | {"gradients": size * params}
+    around = _Around(state, saved, dout, _gradients_behind(s, size * (table + s.dim)), _no_buffers)
+    phases += _block_phases(s, around)
+    every_gradient = state | {"gradients": held_bytes}
     phases.append(
         Phase(
             "embedding_backward",
@@ -116,7 +120,7 @@ def autocast_phases(s: Shapes) -> tuple[Phase, ...]:
             | {
                 "residual_gradient": dout,
                 "embedding_scratch": embedding_scratch_bytes(s),
-                "new_gradients": size * table if s.accumulates else 0.0,
+                "new_gradients": size * table if s.accumulates or s.tables == 1 else 0.0,
             },
         )
     )
@@ -124,55 +128,104 @@ def autocast_phases(s: Shapes) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
-def _block_phases(
-    s: Shapes,
-    state: dict[str, float],
-    held: dict[str, float],
-    dout: float,
-    first_gradients: float,
-    last_gradients: float,
-    last_block_extra: dict[str, float] | None = None,
-    first_block_extra: dict[str, float] | None = None,
-) -> list[Phase]:
-    """Backward of the last block (all activations there) and of the first (nearly all gradients)."""
-    need, score_need = working_set(s)
-    all_gradients = s.param_bytes * s.local_params
-    mode = block_mode(s, 0)
-    common = {
-        "residual_gradient": dout,
-        "working_set": need,
-        "attention_scores_backward": score_need,
+class _Around(NamedTuple):
+    """What surrounds the backward of one block: how it depends on the block's position."""
+
+    state: Mapping[str, float]
+    saved: Saved
+    dout: float
+    gradients: Callable[[int], float]
+    """Of the blocks behind that one and of the output, bytes."""
+    extra: Callable[[int], dict[str, float]]
+    """Buffers of ``fully_shard`` around that block."""
+
+
+def _no_buffers(layer: int) -> dict[str, float]:
+    return {}
+
+
+def _block_phases(s: Shapes, around: _Around) -> list[Phase]:
+    """Backward of the last block (all activations there), of the first (nearly all gradients) and of
+    one between that can be higher: behind it waits a whole block's gradient."""
+    last = s.layers - 1
+    phases = [_backward_of(s, around, last, "last_block_backward")]
+    between = [_backward_of(s, around, layer, "block_backward") for layer in _layers_between(s)]
+    if between:
+        phases.append(max(between, key=_total))
+    if last > 0:
+        phases.append(_backward_of(s, around, 0, "first_block_backward"))
+    return phases
+
+
+def _layers_between(s: Shapes) -> Sequence[int]:
+    last = s.layers - 1
+    if s.moe is None:
+        is_heavier = s.path is ParamPath.FSDP and s.block_shard_params > s.embedding_shard_params
+        return (1, last - 1) if is_heavier and last > 1 else ()
+    first = s.moe.num_dense_layers + (s.moe.layer_step - 1)
+    layers = {last - 1, last - 2, first, first + 1, first + s.moe.layer_step}
+    return sorted(layer for layer in layers if 0 < layer < last)
+
+
+def _backward_of(s: Shapes, around: _Around, layer: int, name: str) -> Phase:
+    """The peak of one block's backward, where it has several moments the highest of them."""
+    activations, scores = around.saved(layer + 1)
+    items = {
+        **around.state,
+        "activations": activations,
+        "attention_scores": scores,
+        "residual_gradient": around.dout,
+        "gradients": around.gradients(layer),
+        **around.extra(layer),
     }
-    last = state | held | common
-    last["gradients"] = all_gradients if s.accumulates else first_gradients
-    first = state | common
-    first["activations"] = saved_block_bytes(s, mode)
-    first["attention_scores"] = saved_scores_bytes(s, mode)
-    first["gradients"] = all_gradients if s.accumulates else last_gradients
-    return [
-        Phase("last_block_backward", last | (last_block_extra or {})),
-        Phase("first_block_backward", first | (first_block_extra or {})),
-    ]
+    mode = block_mode(s, layer)
+    if not s.is_moe(layer):
+        alike = s if mode is s.recompute else s._replace(recompute=mode)
+        need, score_need = working_set(alike)
+        items["working_set"] = need
+        items["attention_scores_backward"] = score_need
+        return Phase(name, items)
+    items["activations"] -= saved_block_bytes(s, mode, True)
+    return max((_moment(s, items, m, name) for m in experts_backward(s, mode)), key=_total)
+
+
+def _total(phase: Phase) -> float:
+    return phase.total_bytes
+
+
+def _moment(s: Shapes, items: dict[str, float], moment: ExpertsBackward, name: str) -> Phase:
+    changed = {"working_set": moment.contents, "unsharded_gradients": moment.gradients}
+    if moment.reduce_scatter_input is not None and s.path is ParamPath.FSDP:
+        changed["reduce_scatter_input"] = moment.reduce_scatter_input
+    if not moment.experts_gathered and s.moe is not None and not items.get("gathered_kept"):
+        gathered = items.get("gathered_block", 0.0) - s.compute_bytes * s.moe.padded_expert_params
+        changed["gathered_block"] = max(0.0, gathered)
+    return Phase(name, items | changed)
+
+
+def _gradients_behind(s: Shapes, output: float) -> Callable[[int], float]:
+    """Gradient bytes that a rank holds during the backward of a block; ``output`` are the output's."""
+    if s.accumulates:
+        every = s.local_param_bytes
+        return lambda layer: every
+    return lambda layer: output + s.block_param_bytes * s.stored_blocks(layer + 1, s.layers)
 
 
 def fsdp_phases(s: Shapes) -> tuple[Phase, ...]:
     """``fully_shard`` (FSDP, HSDP, CP, each with or without TP)."""
-    size, params, compute = s.param_bytes, s.local_params, s.compute_bytes
-    table, block = s.embedding_shard_params, s.block_shard_params
+    size, held_bytes, compute = s.param_bytes, s.local_param_bytes, s.compute_bytes
+    table = s.embedding_shard_params
     output = table + s.dim
-    activations, scores = saved_blocks(s, s.layers)
+    saved = saved_by_depth(s)
+    activations, scores = saved(s.layers)
     held = {"activations": activations, "attention_scores": scores}
-    state = sharded_state(s, params)
-    earlier = 0.0 if s.offload or not s.accumulates else size * params
+    state = sharded_state(s, held_bytes)
+    earlier = 0.0 if s.offload or not s.accumulates else held_bytes
     sharded = 0.0 if s.offload else 1.0  # gradients go to the CPU as they are reduced
-    gathered_block = block_gather_bytes(s)
+    gathered_block = block_gather_bytes(s, s.layers - 1)
     gathered_output = compute * output
-    kept = compute * (s.layers * block + table) if s.keep_gathered else 0.0
+    kept = compute * (s.gathered_blocks(0, s.layers) + table) if s.keep_gathered else 0.0
     dout = compute * s.tokens * s.dim / s.tp
-    around_block = {
-        "gathered_block": 0.0 if kept else 2 * gathered_block,  # this block's and the prefetched one
-        "gathered_kept": kept,
-    }
     loss = {"tail_activations": tail_bytes(s), "gradients": earlier, "gathered_kept": kept}
     logits = loss_bytes(s)
     phases = [
@@ -198,7 +251,6 @@ def fsdp_phases(s: Shapes) -> tuple[Phase, ...]:
     shard_of = size * sharded / s.shards
     output_shard = shard_of * output
     buffers = 4.0 / s.shards if keeps_reduce_buffers(s) else 0.0
-    all_but_first = params - (table + block) / s.shards
     scatter_output = {
         "reduce_buffers": buffers * output,
         "residual_gradient": dout,
@@ -210,94 +262,106 @@ def fsdp_phases(s: Shapes) -> tuple[Phase, ...]:
     }
     phases.append(Phase("output_reduce_scatter", state | held | scatter_output))
     scatter_embedding = {
-        "reduce_buffers": buffers * s.shards * params,
-        "gradients": sharded * size * params,
-        "new_gradients": shard_of * table if s.accumulates else 0.0,
+        "reduce_buffers": buffers * s.shards * s.local_params,
+        "gradients": sharded * held_bytes,
+        "new_gradients": shard_of * table if s.accumulates or s.tables == 1 else 0.0,
         "unsharded_gradients": compute * s.vocab * s.dim,  # TP: keeps full-vocabulary storage
         "reduce_scatter_input": 4 * table,
     }
-    first_gathered = gathered_block + (0.0 if kept else compute * table)
-    first_extra = {
-        "reduce_scatter_input": 4 * block,
-        "gathered_block": first_gathered,
-        "reduce_buffers": buffers * s.shards * all_but_first,
-    }
-    last_extra = {
-        "reduce_scatter_input": 4 * output,
-        "reduce_buffers": buffers * output,
-        **around_block,
-    }
-    if s.offload:
-        first_extra["gradients"] = last_extra["gradients"] = 0.0
-    phases += _block_phases(
-        s,
-        state,
-        held,
-        dout,
-        output_shard,
-        size * all_but_first,
-        last_extra,
-        first_extra,
-    )
+
+    def buffers_around(layer: int) -> dict[str, float]:
+        is_last = layer == s.layers - 1
+        behind = output if is_last else scattered_params(s, layer + 1)
+        # this block's weights and those prefetched for the next
+        gathered = block_gather_bytes(s, layer)
+        gathered += compute * table if layer == 0 else block_gather_bytes(s, layer - 1)
+        extra = {
+            "reduce_scatter_input": 4 * behind,
+            "gathered_block": 0.0 if kept else gathered,
+            "gathered_kept": kept,
+        }
+        if buffers:
+            extra["reduce_buffers"] = (
+                buffers * s.shards * (output / s.shards + s.stored_blocks(layer + 1, s.layers))
+            )
+        if s.offload:
+            extra["gradients"] = 0.0
+        return extra
+
+    around = _Around(state, saved, dout, _gradients_behind(s, output_shard), buffers_around)
+    phases += _block_phases(s, around)
     phases.append(Phase("embedding_reduce_scatter", state | scatter_embedding))
-    phases.append(Phase("optimizer", state | {"gradients": sharded * size * params}))
+    phases.append(Phase("optimizer", state | {"gradients": sharded * held_bytes}))
     return tuple(phases)
 
 
-def sharded_state(s: Shapes, params: float) -> dict[str, float]:
+def sharded_state(s: Shapes, held_bytes: float) -> dict[str, float]:
     """What a ``fully_shard`` rank holds all the time: masters and Adam moments."""
-    size = s.param_bytes
     state = {"framework": s.framework_bytes}
     if s.offload:  # shards live on the CPU; two blocks' copies are on their way
-        state["parameters"] = 2 * size * s.block_shard_params / s.shards
+        state["parameters"] = 2 * s.block_param_bytes * s.stored_params(s.is_moe(s.layers - 1))
         return state
-    state["parameters"] = size * params
-    state["optimizer"] = ADAM_MOMENTS * size * params
+    state["parameters"] = held_bytes
+    state["optimizer"] = ADAM_MOMENTS * held_bytes
     return state
 
 
 def keeps_reduce_buffers(s: Shapes) -> bool:
     """HSDP keeps every group's fp32 all-reduce buffer to the end of backward; it is the gradient
     itself unless that is accumulated, stored in another dtype or moved to the CPU (torch 2.13)."""
-    return s.replicate > 1 and (s.accumulates or s.param_bytes != 4 or s.offload)
+    return s.replicate > 1 and (s.accumulates or s.block_param_bytes != 4 or s.offload)
 
 
-def block_gather_bytes(s: Shapes) -> float:
+def block_gather_bytes(s: Shapes, layer: int) -> float:
     """One gathered block: one byte a linear weight with float8 all-gather."""
-    if s.float8_all_gather:
+    is_moe = s.is_moe(layer)
+    if not s.float8_all_gather:
+        return s.compute_bytes * s.gathered_params(is_moe)
+    if not is_moe or s.moe is None:
         return s.block_matmul / s.tp + s.compute_bytes * s.block_norm
-    return s.compute_bytes * s.block_shard_params
+    linears = (s.attention.params_split + s.moe.rest_split) / s.tp
+    return s.compute_bytes * s.gathered_params(True) - (s.compute_bytes - 1) * linears
+
+
+def scattered_params(s: Shapes, layer: int) -> float:
+    """Parameters of the reduce-scatter that a block's backward ends with; experts with a group of
+    their own were scattered before."""
+    is_moe = s.is_moe(layer)
+    if is_moe and s.moe is not None and s.moe.own_group:
+        return s.moe_rest_params
+    return s.gathered_params(is_moe)
 
 
 def plain_phases(s: Shapes) -> tuple[Phase, ...]:
     """TP alone (or one GPU without autocast): no mixed precision."""
-    size, params, table = s.param_bytes, s.local_params, s.embedding_shard_params
+    size, held_bytes, table = s.param_bytes, s.local_param_bytes, s.embedding_shard_params
     state = {
-        "parameters": size * params,
-        "optimizer": ADAM_MOMENTS * size * params,
+        "parameters": held_bytes,
+        "optimizer": ADAM_MOMENTS * held_bytes,
         "framework": s.framework_bytes,
     }
     # TP: the row-sharded embedding's gradient keeps full-vocabulary storage
     beyond_shard = size * (s.vocab * s.dim - table)
     if s.accumulates:
         state["unsharded_gradients"] = beyond_shard
-    activations, scores = saved_blocks(s, s.layers)
+    saved = saved_by_depth(s)
+    activations, scores = saved(s.layers)
     held = {"activations": activations, "attention_scores": scores}
     dout = size * s.tokens * s.dim / s.tp
     loss = {
-        "gradients": size * params if s.accumulates else 0.0,
+        "gradients": held_bytes if s.accumulates else 0.0,
         "tail_activations": tail_bytes(s),
         "logits_loss": loss_bytes(s),
     }
     step = {  # the fused step clones the shard
-        "gradients": size * params,
+        "gradients": held_bytes,
         "unsharded_gradients": beyond_shard,
         "new_gradients": size * table if s.tp > 1 else 0.0,
     }
     embedding = {
-        "gradients": size * params,
+        "gradients": held_bytes,
         "unsharded_gradients": beyond_shard * (2 if s.accumulates else 1),
-        "new_gradients": size * table if s.accumulates else 0.0,
+        "new_gradients": size * table if s.accumulates or s.tables == 1 else 0.0,
         "residual_gradient": size * s.tokens * s.dim,
         "embedding_scratch": embedding_scratch_bytes(s),
     }
@@ -309,11 +373,7 @@ def plain_phases(s: Shapes) -> tuple[Phase, ...]:
         *gathers,
         *_block_phases(
             s,
-            state,
-            held,
-            dout,
-            size * (table + s.dim),
-            size * (params - table - s.block_shard_params),
+            _Around(state, saved, dout, _gradients_behind(s, size * (table + s.dim)), _no_buffers),
         ),
         Phase("embedding_backward", state | embedding),
         Phase("optimizer", state | step),

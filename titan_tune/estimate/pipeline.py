@@ -16,7 +16,8 @@ from typing import NamedTuple
 from titan_tune.domain.estimate import Phase
 from titan_tune.domain.settings import Pipeline, Settings
 from titan_tune.errors import InputError
-from titan_tune.estimate.activations import saved_block_bytes, saved_blocks, working_set
+from titan_tune.estimate.activations import saved_block_bytes, saved_blocks
+from titan_tune.estimate.backward import experts_backward, working_set
 from titan_tune.estimate.parameters import NotCoveredError, ParamPath, Recompute, Shapes
 from titan_tune.estimate.phases import (
     ADAM_MOMENTS,
@@ -34,6 +35,8 @@ from titan_tune.estimate.schedule import (
     stages_of_rank,
 )
 
+WEIGHT_HALF_RECOMPUTATIONS = 6
+"""Of the seven linears of a block, all but the first still hold what they recomputed (torch 2.13)."""
 REDUCE_BYTES = 4
 """``mixed_precision_reduce``: torchtitan 0.2.2 allows float32 only."""
 
@@ -98,6 +101,8 @@ class _Stage(NamedTuple):
     is_last: bool
     params: float
     """Parameters on one TP rank, not sharded."""
+    stored_bytes: float
+    """What this rank stores of them; their gradients and each Adam moment take the same."""
     activations: float
     """Of one microbatch in flight, logits and loss left out."""
     scores: float
@@ -107,6 +112,8 @@ class _Stage(NamedTuple):
     """Of its accumulated gradients."""
     retained: float
     """What one microbatch keeps between the two halves of a split backward, beyond ``activations``."""
+    recomputed: float
+    """What the weight half of a split backward holds beyond that."""
 
 
 class _Held(NamedTuple):
@@ -162,6 +169,10 @@ def _saved_by_loss(s: Shapes) -> float:
 
 def _backward_costs(s: Shapes) -> _BackwardCosts:
     working, scores = working_set(s)
+    if s.moe is not None:  # what a block's backward holds beyond what it saved
+        mode = Recompute.NONE if s.recompute is Recompute.EVERY else s.recompute
+        peak = max(m.contents + m.gradients for m in experts_backward(s, mode))
+        working = max(working, peak - saved_block_bytes(s, mode, True))
     return _BackwardCosts(
         working_set=working,
         scores_backward=scores,
@@ -182,7 +193,7 @@ def pipeline_phases(settings: Settings, shapes: Shapes) -> tuple[tuple[Phase, ..
     split = split_model(pipeline, pp=shapes.pp, num_layers=shapes.layers)
     microbatches = max(1, settings.local_batch_size // pipeline.microbatch_size)
     costs = _backward_costs(shapes)
-    alike: dict[tuple[int, bool, bool, int], _Stage] = {}
+    alike: dict[_Key, _Stage] = {}
     ranks = []
     for rank in range(shapes.pp):
         stages = _stages_of_rank(shapes, split, pipeline.schedule, rank, alike)
@@ -191,26 +202,33 @@ def pipeline_phases(settings: Settings, shapes: Shapes) -> tuple[tuple[Phase, ..
     return tuple(ranks)
 
 
+_Key = tuple[int, bool, bool, int, int]
+
+
 def _stages_of_rank(
-    s: Shapes, split: Split, schedule: str, rank: int, alike: dict[tuple[int, bool, bool, int], _Stage]
+    s: Shapes, split: Split, schedule: str, rank: int, alike: dict[_Key, _Stage]
 ) -> list[_Stage]:
     """The rank's stages; ``alike`` remembers those that other ranks have as well."""
-    stages, first_block, last = [], 0, len(split.layers) - 1
+    stages, built, last = [], 0, len(split.layers) - 1
     for number in stages_of_rank(schedule, rank, s.pp, split.stages_per_rank):
         num_layers = split.layers[number]
-        counted_from = first_block if s.recompute is Recompute.EVERY else 0
-        key = (num_layers, number == 0, number == last, counted_from)
+        counted = built if s.recompute is Recompute.EVERY else 0
+        first = 0 if s.moe is None else sum(split.layers[:number])
+        key = (num_layers, number == 0, number == last, first, counted)
         if key not in alike:
             alike[key] = _stage(s, *key)
         stages.append(alike[key])
-        first_block += num_layers
+        built += num_layers
     return stages
 
 
-def _stage(s: Shapes, num_layers: int, is_first: bool, is_last: bool, first_block: int) -> _Stage:
-    params = num_layers * s.block_shard_params + (is_first + is_last) * s.embedding_shard_params
-    params += s.dim if is_last else 0
-    activations, scores = saved_blocks(s, num_layers, first_block)
+def _stage(s: Shapes, num_layers: int, is_first: bool, is_last: bool, first: int, counted: int) -> _Stage:
+    ends = (is_first + is_last) * s.embedding_shard_params + (s.dim if is_last else 0)
+    params = s.gathered_blocks(first, first + num_layers) + ends
+    stored = (
+        s.block_param_bytes * s.stored_blocks(first, first + num_layers) + s.param_bytes * ends / s.shards
+    )
+    activations, scores = saved_blocks(s, num_layers, first, counted)
     if not is_first and num_layers:  # the first block's input is the receive buffer
         activations -= s.residual_stream_bytes
     logits = 0.0
@@ -224,17 +242,29 @@ def _stage(s: Shapes, num_layers: int, is_first: bool, is_last: bool, first_bloc
     else:  # TP: the embedding's gradient keeps full-vocabulary storage
         beyond_shard = s.vocab * s.dim * (1 - 1 / s.tp) if is_first else 0.0
         gradients = s.param_bytes * (params + beyond_shard)
-    retained = 0.0 if is_first else num_layers * _retained_block_bytes(s)
-    return _Stage(is_first, is_last, params, activations, scores, logits, gradients, retained)
+    retained = recomputed = 0.0
+    if not is_first:  # torch skips the input half on the first stage
+        retained = num_layers * s.residual_stream_bytes
+        routed = s.num_moe_layers(first, first + num_layers)
+        recomputed = (num_layers - routed) * _recomputed_for_weights(s, False)
+        recomputed += routed * _recomputed_for_weights(s, True) if routed else 0.0
+    return _Stage(
+        is_first, is_last, params, stored, activations, scores, logits, gradients, retained, recomputed
+    )
 
 
-def _retained_block_bytes(s: Shapes) -> float:
-    """Inputs (recomputed where they were not saved) and output gradients of a block's linears, which
-    the weight half of a split backward needs. torch skips the input half on the first stage."""
-    mode = Recompute.NONE if s.recompute is Recompute.EVERY else s.recompute
-    recomputed = max(0.0, saved_block_bytes(s, Recompute.NONE) - saved_block_bytes(s, mode))
-    outputs = s.attn_dim + 2 * s.kv_dim + 2 * s.ffn + 2 * s.dim
-    return recomputed + s.compute_bytes * s.tokens * outputs / s.tp
+def _recomputed_for_weights(s: Shapes, is_moe: bool) -> float:
+    """What one checkpointed block holds in the weight half of a split backward. torch runs it once per
+    weight, and a checkpoint recomputes once per run: so many copies are there at the end (traced)."""
+    if s.recompute is Recompute.NONE:
+        return 0.0
+    share = 1.0
+    mode = s.recompute
+    if mode is Recompute.EVERY:
+        mode, share = Recompute.FULL, 1 / s.every
+    none, saved = (saved_block_bytes(s, kept, is_moe) for kept in (Recompute.NONE, mode))
+    copies = WEIGHT_HALF_RECOMPUTATIONS * max(0.0, none - saved)
+    return share * (copies + s.compute_bytes * s.gathered_params(is_moe))
 
 
 def _rank_phases(
@@ -260,21 +290,21 @@ def _rank_phases(
 
 def _always_held(s: Shapes, stages: list[_Stage], microbatches: int) -> dict[str, float]:
     """States, gathered weights, and receive buffers of all microbatches (allocated once)."""
-    params = sum(stage.params for stage in stages)
+    params, stored = sum(stage.params for stage in stages), sum(stage.stored_bytes for stage in stages)
     if s.path is ParamPath.FSDP:
-        base = sharded_state(s, params / s.shards)
+        base = sharded_state(s, stored)
         base["gathered_kept"] = s.compute_bytes * params
         if s.accumulates and not s.offload:
-            base["gradients"] = s.param_bytes * params / s.shards
+            base["gradients"] = stored
     else:
         base = {
-            "parameters": s.param_bytes * params,
-            "optimizer": ADAM_MOMENTS * s.param_bytes * params,
+            "parameters": stored,
+            "optimizer": ADAM_MOMENTS * stored,
             "framework": s.framework_bytes,
         }
     neighbours = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
     base["receive_buffers"] = microbatches * s.residual_stream_bytes * neighbours
-    base["framework"] += (len(stages) - 1) * 4.0 * s.seq_full * s.head_dim  # a RoPE table a stage
+    base["framework"] += (len(stages) - 1) * s.attention.rope_bytes * s.seq_full  # a RoPE table a stage
     return base
 
 
@@ -302,7 +332,7 @@ def _backward_phases(
 ) -> Iterator[tuple[str, _Delta]]:
     """What one backward can peak at, as differences from what is held before it."""
     if kind == WEIGHT and not stage.is_first:
-        yield "weight_backward", _Delta()
+        yield "weight_backward", _Delta(working_set=stage.recomputed)
         return
     if kind == INPUT and stage.is_first:
         return
@@ -351,16 +381,17 @@ def _phase(name: str, base: dict[str, float], held: _Held, delta: _Delta) -> Pha
 
 
 def _step_phases(s: Shapes, stages: list[_Stage], base: dict[str, float]) -> tuple[Phase, ...]:
-    params = sum(stage.params for stage in stages)
+    params, stored = sum(stage.params for stage in stages), sum(stage.stored_bytes for stage in stages)
     if s.path is not ParamPath.FSDP:
         return (Phase("optimizer", base | {"gradients": sum(stage.gradient_bytes for stage in stages)}),)
     has_table = any(stage.is_first or stage.is_last for stage in stages)
-    largest = max(s.block_shard_params, s.embedding_shard_params if has_table else 0.0)
+    block = s.gathered_params(s.is_moe(s.layers - 1))
+    largest = max(block, s.embedding_shard_params if has_table else 0.0)
     scatter = {
         "unsharded_gradients": REDUCE_BYTES * params,
         "reduce_scatter_input": REDUCE_BYTES * largest,
     }
-    gradients = 0.0 if s.offload else s.param_bytes * params / s.shards
+    gradients = 0.0 if s.offload else stored
     return (
         Phase("gradient_reduce_scatter", base | scatter),
         Phase("optimizer", base | {"gradients": gradients}),

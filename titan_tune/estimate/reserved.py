@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from titan_tune.domain.estimate import Phase
-from titan_tune.domain.settings import Settings
+from titan_tune.domain.settings import CompileMode, Settings
 from titan_tune.estimate.items import GATHER_POOL, SHARD_GRADIENTS
 from titan_tune.estimate.parameters import ParamPath, Recompute, Shapes
-from titan_tune.units import GIB
+from titan_tune.units import GIB, MIB
 
 FRAGMENTATION: Mapping[Recompute, float] = {
     Recompute.NONE: 0.004,
@@ -29,8 +29,13 @@ FRAGMENTATION_LIMIT_BYTES = 2.3 * GIB
 """Holes do not grow with the pool: full AC loses this much from 1B to 8B."""
 SEGMENT_BYTES = 0.6 * GIB
 """Half-used segments of the extra pools and streams of a sharded rank."""
+LEAST_SEGMENT_BYTES = 3 * 10 * MIB
+"""Half a page (20 MiB) of an expandable segment on each of a sharded rank's streams."""
 SEGMENT_SHARE = 0.05
 """Of the main pool at most: small jobs leave small holes (traces replayed through the allocator)."""
+CUDA_GRAPH_POOL = 0.22
+"""Reserved above the same job without CUDA graphs, as a share: graphs keep a pool that nothing else may use. 1B on an
+H200 with reduce-overhead (torch 2.11), over active: +17 % at 103 GiB, +20 % at 47, +28 % at 34."""
 CONTEXT_BYTES = 0.82 * GIB
 """CUDA context, cuBLAS and loaded kernels; rows with a fake process group show it alone."""
 COMMUNICATOR_BYTES = 0.475 * GIB
@@ -44,11 +49,18 @@ CPU_PROCESS_BYTES = 0.52 * GIB
 CPU build: 0.514 GiB)."""
 
 
-def reserved_bytes(shapes: Shapes, phases: Sequence[Phase]) -> float:
-    """Peak of the allocator's pools of one rank, bytes."""
+def uses_cuda_graphs(settings: Settings) -> bool:
+    """Whether the compiled blocks are replayed as CUDA graphs."""
+    if settings.cluster.gpu.is_cpu or not settings.compile.model:
+        return False
+    return settings.compile.mode in (CompileMode.REDUCE_OVERHEAD, CompileMode.MAX_AUTOTUNE)
+
+
+def reserved_bytes(shapes: Shapes, phases: Sequence[Phase], totals: Sequence[float]) -> float:
+    """Peak of the allocator's pools of one rank, bytes; ``totals`` are those of the phases."""
     sharded = shapes.path is ParamPath.FSDP
     main = gather = shards = 0.0
-    for phase in phases:
+    for phase, total in zip(phases, totals, strict=True):
         phase_gather = phase_shards = 0.0
         if sharded:
             for name, size in phase.items.items():
@@ -56,7 +68,7 @@ def reserved_bytes(shapes: Shapes, phases: Sequence[Phase]) -> float:
                     phase_gather += size
                 elif name in SHARD_GRADIENTS:
                     phase_shards += size
-        phase_main = phase.total_bytes - phase_gather - phase_shards
+        phase_main = total - phase_gather - phase_shards
         if phase.name.startswith("loss_"):
             phase_main += _logits_hole(shapes)
         main, gather = max(main, phase_main), max(gather, phase_gather)
@@ -68,8 +80,8 @@ def reserved_bytes(shapes: Shapes, phases: Sequence[Phase]) -> float:
     if not sharded:
         return main
     # the last block's reduce-scatter input is freed late, when its stream has run
-    late_input = 4 * shapes.block_shard_params
-    segments = min(SEGMENT_BYTES, SEGMENT_SHARE * main)
+    late_input = 4 * shapes.gathered_params(shapes.is_moe(shapes.layers - 1))
+    segments = max(LEAST_SEGMENT_BYTES, min(SEGMENT_BYTES, SEGMENT_SHARE * main))
     return main + max(gather, _gather_pool(shapes)) + shards + late_input + segments
 
 
@@ -77,16 +89,16 @@ def _logits_hole(s: Shapes) -> float:
     """Eager loss frees the logits in the middle of what it allocates; nothing fits there."""
     if s.compile_loss:
         return 0.0
-    if s.loss_parallel:
-        return 2.0 * s.compute_bytes * s.tokens * s.vocab / s.tp
-    return float(s.compute_bytes * s.tokens * s.vocab)
+    # under TP without loss parallelism the pieces are gathered later, where more is freed
+    return s.compute_bytes * s.tokens * s.vocab / s.tp
 
 
 def _gather_pool(s: Shapes) -> float:
     """All-gather outputs of the output weight and a block, with their inputs."""
     if s.pp > 1:
         return 0.0
-    outputs = s.compute_bytes * (s.embedding_shard_params + s.block_shard_params)
+    block = s.gathered_params(s.is_moe(s.layers - 1))
+    outputs = s.compute_bytes * (s.embedding_shard_params + block)
     return outputs * (1 + 1 / s.shards)
 
 

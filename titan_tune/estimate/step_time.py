@@ -15,6 +15,7 @@ from titan_tune.domain.estimate import StepTimeEstimate
 from titan_tune.domain.settings import Settings
 from titan_tune.estimate.parameters import ParamPath, Recompute, Shapes, shapes_of
 from titan_tune.estimate.pipeline import split_model
+from titan_tune.estimate.reserved import uses_cuda_graphs
 from titan_tune.estimate.schedule import V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, stages_of_rank
 
 FP32_SHARE_OF_BF16 = 1 / 15
@@ -75,6 +76,11 @@ INTERVAL = (0.89, 1.11)
 """90 % of the rows of models left out of the fit lie within it (reports/step_time_accuracy.md)."""
 UNMEASURED_INTERVAL = (0.65, 1.25)
 """Other GPUs, more than two of them, context parallelism: a guess, skewed as the roofline is optimistic."""
+EXPERTS_INTERVAL = (0.4, 1.3)
+"""Mixture of experts and families other than llama3: the same roofline, no row."""
+ROUTED_DIM_BYTES = 40.0
+"""Elementwise traffic of a routed token per dim: gathered, scored, permuted and put back, forward and
+backward. A count, not measured."""
 
 
 class _Work(NamedTuple):
@@ -82,6 +88,11 @@ class _Work(NamedTuple):
 
     layers: float
     has_output: bool
+
+
+CUDA_GRAPH_SHARE = 0.05
+"""Of forward and backward: copies into the graphs' inputs. 1B on an H200, reduce-overhead against default with two
+accumulation steps (torch 2.11): 7 % slower without AC, 3 % with op AC."""
 
 
 def estimate_step_time(settings: Settings, constants: Constants = CONSTANTS) -> StepTimeEstimate:
@@ -97,6 +108,8 @@ def estimate_step_time(settings: Settings, constants: Constants = CONSTANTS) -> 
     passes = accumulation * microbatches
     parts = {name: passes * seconds for name, seconds in forward_backward.items()}
     compute = sum(parts.values())
+    if uses_cuda_graphs(settings):
+        parts["cuda_graphs"] = CUDA_GRAPH_SHARE * compute
     parts["optimizer"] = _optimizer_seconds(settings, shapes, work, constants)
     parts["communication"] = _communication_seconds(settings, shapes, work, compute, passes, constants)
     if dims.pp > 1:
@@ -105,6 +118,8 @@ def estimate_step_time(settings: Settings, constants: Constants = CONSTANTS) -> 
     tokens = accumulation * settings.local_batch_size * dims.dp_degree * settings.seq_len
     speed = tokens / seconds / dims.world_size
     low, high = INTERVAL if _is_measured(settings) else UNMEASURED_INTERVAL
+    if settings.model.name != "llama3":
+        low, high = EXPERTS_INTERVAL
     return StepTimeEstimate(seconds, speed, (speed * low, speed * high), parts)
 
 
@@ -125,7 +140,7 @@ def _pipeline_of(settings: Settings, s: Shapes) -> tuple[int, float, _Work]:
     ranks = [stages_of_rank(name, rank, s.pp, split.stages_per_rank) for rank in range(s.pp)]
     last_stage = len(split.layers) - 1
     output_rank = next(rank for rank, stages in enumerate(ranks) if last_stage in stages)
-    output_blocks = s.vocab * s.dim / s.block_matmul  # output head, counted in blocks
+    output_blocks = s.vocab * s.dim / (s.tp * _matmul_params(s))  # output head, counted in blocks
     loads = [
         sum(split.layers[stage] for stage in stages) + (output_blocks if rank == output_rank else 0)
         for rank, stages in enumerate(ranks)
@@ -148,7 +163,14 @@ def _compute_seconds(settings: Settings, s: Shapes, work: _Work, k: Constants) -
     dim_bytes = k.compiled_dim_bytes if s.compile_block else k.eager_dim_bytes
     ffn_bytes = k.compiled_ffn_bytes if s.compile_block else k.eager_ffn_bytes
     recomputed = _recomputed_share(s)
-    elementwise = tokens * (dim_bytes * s.dim + ffn_bytes * s.ffn) * size / tp * (1 + recomputed / 3)
+    hidden, routed = float(s.ffn), 0.0
+    if s.moe is not None:
+        share = s.num_moe_layers(0, s.layers) / s.layers
+        experts = s.moe.shared_hidden + s.moe.routed / tokens * s.moe.hidden * tp
+        hidden = share * experts + (1 - share) * s.ffn
+        routed = share * ROUTED_DIM_BYTES * s.moe.routed * s.dim * size
+    elementwise = tokens * (dim_bytes * s.dim + ffn_bytes * hidden) * size / tp + routed
+    elementwise *= 1 + recomputed / 3
     parts = {
         "matmul": work.layers * _block_matmul_seconds(settings, s, k),
         "attention": work.layers * _attention_seconds(settings, s, k, traffic),
@@ -158,7 +180,8 @@ def _compute_seconds(settings: Settings, s: Shapes, work: _Work, k: Constants) -
     }
     if s.float8:
         inputs = 3 * s.dim + 2 * s.attn_dim + 2 * s.kv_dim + 3 * s.ffn
-        weights = k.float8_weight_bytes * s.block_matmul / (s.shards if s.float8_all_gather else 1)
+        linears = s.block_matmul if s.moe is None else tp * _linear_params(s)
+        weights = k.float8_weight_bytes * linears / (s.shards if s.float8_all_gather else 1)
         casts = k.float8_cast_bytes * tokens * inputs + weights
         parts["float8_casts"] = work.layers * casts / tp / traffic
     if work.has_output:
@@ -168,6 +191,24 @@ def _compute_seconds(settings: Settings, s: Shapes, work: _Work, k: Constants) -
         parts["matmul"] += head / _matmul_rate(settings, s, k)
         parts["loss"] = loss_bytes * local_logits / traffic
     return parts
+
+
+def _matmul_params(s: Shapes) -> float:
+    """Parameters that each token of a rank meets in a block's matmuls, averaged over the blocks."""
+    if s.moe is None:
+        return s.block_matmul / s.tp
+    share = s.num_moe_layers(0, s.layers) / s.layers
+    active = s.moe.expert_params / s.moe.experts * s.moe.expert_parallel * s.moe.routed / s.tokens
+    return _linear_params(s) + share * active
+
+
+def _linear_params(s: Shapes) -> float:
+    """Parameters of a block's linears on one TP rank, averaged over the blocks; no routed experts."""
+    share = s.num_moe_layers(0, s.layers) / s.layers
+    routed = (s.moe.rest_split / s.tp + s.moe.rest_whole) if s.moe else 0.0
+    dense = 3 * s.dim * s.ffn / s.tp
+    attention = s.attention.params_split / s.tp + s.attention.params_whole
+    return attention + share * routed + (1 - share) * dense
 
 
 def _recomputed_share(s: Shapes) -> float:
@@ -188,7 +229,7 @@ def _matmul_rate(settings: Settings, s: Shapes, k: Constants) -> float:
 
 
 def _block_matmul_seconds(settings: Settings, s: Shapes, k: Constants) -> float:
-    flops = 2.0 * s.tokens * s.block_matmul / s.tp * (3 + _recomputed_share(s))
+    flops = 2.0 * s.tokens * _matmul_params(s) * (3 + _recomputed_share(s))
     float8_peak = settings.cluster.gpu.float8_tflops * 1e12
     if not s.float8 or float8_peak == 0:
         return flops / _matmul_rate(settings, s, k)
@@ -203,7 +244,7 @@ def _attention_seconds(settings: Settings, s: Shapes, k: Constants, traffic: flo
     passes = 1 + ATTENTION_BACKWARD + (1 if recomputed or s.math_attention else 0)
     if s.recompute is Recompute.EVERY:
         passes += _recomputed_share(s)
-    forward = 2.0 * s.batch * s.seq_full**2 * s.attn_dim / (s.tp * s.cp)
+    forward = s.batch * s.seq_full**2 * float(s.attn_dim + s.attention.output) / (s.tp * s.cp)
     if s.math_attention:  # no causal saving, and every step crosses memory
         rate = settings.cluster.gpu.bf16_tflops * 1e12 * FP32_SHARE_OF_BF16 * k.fp32_efficiency
         return 2 * passes * forward / rate + k.math_attention_passes * s.score_bytes / traffic
@@ -213,8 +254,8 @@ def _attention_seconds(settings: Settings, s: Shapes, k: Constants, traffic: flo
 def _rank_params(s: Shapes, work: _Work) -> float:
     if s.pp == 1:
         return s.local_params
-    params = work.layers * s.block_shard_params + (s.embedding_shard_params if work.has_output else 0)
-    return params / s.shards
+    blocks = s.stored_blocks(0, s.layers) * work.layers / s.layers
+    return blocks + (s.embedding_shard_params / s.shards if work.has_output else 0.0)
 
 
 def _optimizer_seconds(settings: Settings, s: Shapes, work: _Work, k: Constants) -> float:
@@ -235,7 +276,10 @@ def _communication_seconds(
     """What compute does not hide, per optimizer step."""
     seconds = 0.0
     accumulation = settings.gradient_accumulation_steps
-    params = _rank_params(s, work) * s.shards
+    stored = _rank_params(s, work)
+    params = stored * s.shards
+    if s.moe is not None:  # experts of other ranks are not gathered
+        params = s.gathered_blocks(0, s.layers) * work.layers / s.layers + 2 * s.embedding_shard_params
     if s.shards > 1:
         rate = _link_rate(settings, s.shards, s.tp, k)
         share = (s.shards - 1) / s.shards
@@ -245,16 +289,24 @@ def _communication_seconds(
         seconds += _exposed(moved / rate, compute, k)
     if s.replicate > 1:  # a ring all-reduce moves everything twice
         rate = _link_rate(settings, s.replicate, s.tp * s.shards, k)
-        moved = 2 * (s.replicate - 1) / s.replicate * 4 * params / s.shards * accumulation
+        moved = 2 * (s.replicate - 1) / s.replicate * 4 * stored * accumulation
         seconds += _exposed(moved / rate, compute, k)
     if s.tp > 1:
         rate = _link_rate(settings, s.tp, 1, k)
         collectives = 8 + (2 if s.recompute is Recompute.FULL else 0)
         full = s.compute_bytes * s.tokens * s.dim * (s.tp - 1) / s.tp
         seconds += passes * work.layers * collectives * full / rate * k.tensor_parallel_exposed
+    if s.moe is not None and s.moe.own_group:  # tokens to the experts and back, forward and backward
+        degree = s.moe.expert_parallel
+        exchanges = 4 + (2 if s.recompute is Recompute.FULL else 0)
+        sent = s.compute_bytes * s.moe.routed * s.dim * (degree - 1) / degree
+        share = s.num_moe_layers(0, s.layers) / s.layers
+        rate = _link_rate(settings, degree, 1, k)
+        seconds += passes * work.layers * share * exchanges * sent / rate
     if s.cp > 1:  # keys and values of all ranks, forward and (with gradients) backward
         rate = _link_rate(settings, s.cp, s.tp, k)
-        gathered = 2 * s.compute_bytes * s.tokens * s.kv_dim / s.tp * (s.cp - 1)
+        kept = s.attention.query_key - s.attn_dim
+        gathered = 2 * s.compute_bytes * s.tokens * kept / s.tp * (s.cp - 1)
         seconds += passes * work.layers * 3 * gathered / rate
     return seconds
 
