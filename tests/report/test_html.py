@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tests.report.studies import AXES, BASE, CPU, full_study, info, record, report
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.domain.probe import ProbeStatus
-from titan_tune.report.html import POLICY, render_html
+from titan_tune.report.blocks import POLICY
+from titan_tune.report.html import render_html
 from titan_tune.report.markup import VOID, Markup, el
 from titan_tune.study.records import Role
 

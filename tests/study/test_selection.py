@@ -61,6 +61,12 @@ def test_a_lucky_first_run_does_not_win_the_finals():
     assert best.standing.spread == pytest.approx(1 / 119.5)
 
 
+def test_finals_cut_off_after_the_baseline_decide_nothing():
+    records = [BASE, record(1, "x", 120.0), record(2, "base", 99.0, Role.FINALIST)]
+    best = winner(records)
+    assert best.standing.config_id == "x" and not best.standing.final
+
+
 def test_finals_interleave_the_baseline_and_resume_where_they_stopped():
     explored = [BASE, *(record(i, f"c{i}", 100.0 + i) for i in range(1, 6))]
     assert finalists(explored, count=3) == ["c5", "c4", "c3"]

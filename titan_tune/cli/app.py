@@ -63,7 +63,12 @@ def estimate(
     sweep: Annotated[
         str | None, typer.Option(metavar="KEY=V1,V2,…", help="A table over one key's values.")
     ] = None,
-    method: Annotated[str, typer.Option(help="formula.")] = "formula",
+    method: Annotated[str, typer.Option(help="formula (at once) or trace (seconds, exact).")] = "formula",
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page as well.")] = None,
+    accounting: Annotated[
+        bool,
+        typer.Option("--accounting", help="The static table people quote, beside what torchtitan holds."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Peak memory by component and phase, predicted speed, whether it fits, what is wrong with it."""
@@ -82,6 +87,8 @@ def estimate(
         method=method,
         as_json=as_json,
         console=stdout_console(),
+        html=html,
+        accounting=accounting,
     )
     raise typer.Exit(code)
 

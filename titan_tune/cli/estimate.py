@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from titan_tune.cli.target import cluster_from
 from titan_tune.domain.candidate import Value
-from titan_tune.errors import InputError, NothingFeasibleError
+from titan_tune.errors import InputError, NothingFeasibleError, did_you_mean
 from titan_tune.estimate.answer import SCHEMA, Answer, answer, answer_json
-from titan_tune.estimate.memory import METHOD
+from titan_tune.estimate.memory import METHOD as FORMULA
 from titan_tune.machine import local_cluster
 from titan_tune.titan.job import load_job
 from titan_tune.titan.keys import parse_assignment
@@ -21,9 +23,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from titan_tune.domain.cluster import ClusterSpec
+    from titan_tune.domain.settings import Settings
+    from titan_tune.estimate.traced import Traced
     from titan_tune.titan.job import Job
 
-INVALID = NothingFeasibleError.exit_code
+INVALID: Final = NothingFeasibleError.exit_code
+TRACE: Final = "trace"
+METHODS: Final = (FORMULA, TRACE)
+NEEDED_TO_TRACE: Final = ("torch", "torchtitan")
 
 
 def run_estimate(
@@ -39,31 +46,85 @@ def run_estimate(
     method: str,
     as_json: bool,
     console: Console,
+    html: Path | None = None,
+    accounting: bool = False,
 ) -> int:
-    """Print the estimate of a job; the exit code: 0, or 3 when the rules reject the job.
+    """Print the estimate of a job, and write the page; the exit code: 0, or 3 when the rules reject the job.
 
     Raises:
-        InputError: bad file, key, value, GPU or method, or a model that the formula does not cover.
+        InputError: bad file, key, value, GPU or method, a model that the formula does not cover, options
+            that exclude each other, a trace without torchtitan or one that broke.
     """
-    if method != METHOD:
-        raise InputError(f"--method: {method!r} does not exist; methods: {METHOD}")
+    _check_options(method, sweep=sweep, html=html, accounting=accounting)
     job = load_job(job_path, sets=sets, hf_config=hf_config)
     cluster = cluster_from(local_cluster(), gpus=gpus, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu)
     if sweep is not None:
-        return _run_sweep(job, cluster, sweep, as_json=as_json, console=console)
-    result = _answer(job, cluster)
+        return _run_sweep(job, cluster, sweep, method, as_json=as_json, console=console)
+    result = _answer(job, cluster, method)
+    if accounting and result.memory is not None:
+        from titan_tune.estimate.accounting import accounting as account
+
+        result = replace(result, accounting=account(result.settings))
+    if html is not None:
+        _write_page(html, result, job.name)
     if as_json:
         _print_json(console, answer_json(result))
     else:
         from titan_tune.report.estimate import view
 
         console.print(view(result))
+        if html is not None:
+            console.print(f"\npage: {html}", highlight=False, soft_wrap=True)
     return INVALID if result.invalid else 0
 
 
-def _answer(job: Job, cluster: ClusterSpec, *, advise: bool = True) -> Answer:
+def _check_options(method: str, *, sweep: str | None, html: Path | None, accounting: bool) -> None:
+    if method not in METHODS:
+        near = did_you_mean(method, METHODS)
+        raise InputError(f"--method: {method!r} does not exist{near}; methods: {', '.join(METHODS)}")
+    if sweep is not None and (html is not None or accounting):
+        other = "--html" if html is not None else "--accounting"
+        raise InputError(f"--sweep and {other} exclude each other: a sweep is one table")
+    missing = [name for name in NEEDED_TO_TRACE if method == TRACE and importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"--method trace: it runs the real torchtitan model, and {' and '.join(missing)} cannot be imported: "
+            "pip install 'titan-tune[probe]', or use --method formula"
+        )
+
+
+def _answer(job: Job, cluster: ClusterSpec, method: str, *, advise: bool = True) -> Answer:
     values = job.resolved()
-    return answer(settings_from(values, job.model, cluster), values, advise=advise)
+    settings = settings_from(values, job.model, cluster)
+    trace = _tracer(job, settings, values) if method == TRACE else None
+    return answer(settings, values, advise=advise, trace=trace)
+
+
+def _tracer(job: Job, settings: Settings, values: dict[str, Value]) -> Callable[[], Traced]:
+    """Traces the job when called, and says on stderr what it does: it takes a while."""
+
+    def trace() -> Traced:
+        from titan_tune.cli.console import stderr_console
+        from titan_tune.estimate.traced import traced_memory
+
+        console = stderr_console()
+
+        def on_rank(rank: int, ranks: int) -> None:
+            where = f"pipeline rank {rank} of {ranks}" if ranks > 1 else "one rank"
+            console.print(f"tracing two steps of {where} on the CPU (10 to 60 s)", style="dim")
+
+        return traced_memory(settings, values, job.model_args, on_rank=on_rank)
+
+    return trace
+
+
+def _write_page(path: Path, result: Answer, job_name: str) -> None:
+    from titan_tune.report.memory_html import render_memory_html
+
+    if path.is_dir():
+        raise InputError(f"--html: {path} is a folder; give the name of a file, e.g. {path / 'memory.html'}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_memory_html(result, job_name), encoding="utf-8")
 
 
 def _print_json(console: Console, document: object) -> None:
@@ -86,10 +147,13 @@ def sweep_values(sweep: str) -> tuple[str, tuple[tuple[str, Value], ...]]:
     return key, tuple(parsed)
 
 
-def _run_sweep(job: Job, cluster: ClusterSpec, sweep: str, *, as_json: bool, console: Console) -> int:
+def _run_sweep(
+    job: Job, cluster: ClusterSpec, sweep: str, method: str, *, as_json: bool, console: Console
+) -> int:
     key, choices = sweep_values(sweep)
     answers = [
-        (text, _answer(job.with_values({key: value}), cluster, advise=False)) for text, value in choices
+        (text, _answer(job.with_values({key: value}), cluster, method, advise=False))
+        for text, value in choices
     ]
     if as_json:
         rows = [

@@ -5,8 +5,6 @@ Shape tells what colour tells: ● finals, ○ exploring, ◆ the job as it was,
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from itertools import pairwise
 
 from titan_tune.report import words
@@ -14,6 +12,8 @@ from titan_tune.report.analysis import Comparison, Effect
 from titan_tune.report.data import ReportData
 from titan_tune.report.markup import Markup, el, join
 from titan_tune.report.rows import Configuration, Step
+from titan_tune.report.scale import PADDING, compact
+from titan_tune.report.scale import Scale as Scale
 from titan_tune.report.words import percent, tokens, unit
 from titan_tune.study.records import Role
 
@@ -21,35 +21,6 @@ LEFT, RIGHT = 11.0, 97.0
 """Horizontal plot area, per cent of the width: room for tick labels on the left."""
 TOP = 10
 HEIGHT = 250
-PADDING = 0.06
-"""Empty share of the range on both sides."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """A linear axis from ``low`` to ``high``."""
-
-    low: float
-    high: float
-
-    @classmethod
-    def around(cls, *values: float, floor: float | None = None) -> Scale:
-        """An axis that holds the values with some room; it starts at ``floor`` where one is given."""
-        low, high = min(values), max(values)
-        room = (high - low) * PADDING or abs(high) * PADDING or 1.0
-        return cls(low - room if floor is None else floor, high + room)
-
-    def share(self, value: float) -> float:
-        """Where the value lies, 0 to 1."""
-        return (value - self.low) / (self.high - self.low)
-
-    def ticks(self, count: int = 4) -> list[float]:
-        """About ``count`` round numbers on the axis."""
-        raw = (self.high - self.low) / count
-        size = 10.0 ** math.floor(math.log10(raw))
-        step = next(size * m for m in (1.0, 2.0, 2.5, 5.0, 10.0) if size * m >= raw)
-        first = math.ceil(self.low / step)
-        return [n * step for n in range(first, math.floor(self.high / step) + 1)]
 
 
 def across(share: float, *, left: float = LEFT, right: float = RIGHT) -> str:
@@ -60,13 +31,6 @@ def across(share: float, *, left: float = LEFT, right: float = RIGHT) -> str:
 def down(share: float, *, height: int = HEIGHT) -> str:
     """A share of the plot as a y coordinate; 0 is at the bottom."""
     return f"{TOP + (1.0 - share) * height:.1f}"
-
-
-def compact(value: float) -> str:
-    """A tick label."""
-    if abs(value) >= 1000:
-        return f"{value / 1000:.4g}k"
-    return f"{value:.4g}"
 
 
 def glyph(kind: str, x: str, y: str, *children: str) -> Markup:

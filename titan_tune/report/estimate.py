@@ -9,8 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from titan_tune.domain.candidate import Finding
-from titan_tune.domain.estimate import MemoryEstimate, StageMemory, StepTimeEstimate, Verdict
+from titan_tune.domain.estimate import MemoryEstimate, StageMemory, Verdict
 from titan_tune.domain.settings import Settings
+from titan_tune.estimate.accounting import GB, Accounting
+from titan_tune.estimate.accounting import Line as AccountingLine
+from titan_tune.estimate.accounting import Table as AccountingTable
 from titan_tune.estimate.advice import Suggestion
 from titan_tune.estimate.answer import Answer
 from titan_tune.estimate.items import by_component
@@ -37,49 +40,97 @@ VERDICT_WORDS = {
 
 def view(answer: Answer) -> RenderableType:
     """The whole answer, verdict first."""
-    memory, step_time = answer.memory, answer.step_time
-    if memory is None or step_time is None:
+    memory = answer.memory
+    if memory is None:
         return Group(
-            Text.assemble(("invalid", "bold red"), f"  {_job_line(answer.settings)}"),
+            Text.assemble(("invalid", "bold red"), f"  {job_line(answer.settings)}"),
             *_findings("invalid", answer.invalid, "red"),
             *_findings("warning", answer.warnings, "yellow"),
         )
     parts: list[RenderableType] = [
         _verdict_line(answer.settings, memory),
+        *_needs(answer),
         Text(),
         *_bars(memory),
         Text(),
-        _figures(answer, memory, step_time),
+        _figures(answer, memory),
         *_findings("warning", answer.warnings, "yellow"),
     ]
     if answer.suggestions:
         parts += [Text(), Text("what makes it fit", style="bold"), _suggestions_table(answer.suggestions)]
-    elif memory.verdict is Verdict.DOES_NOT_FIT:
-        parts += [Text(), Text("No single change or pair of changes makes it fit.")]
+    if memory.assumptions:
+        parts += [Text(), Text("taken for granted", style="bold")]
+        parts += [Text(f"- {sentence}") for sentence in memory.assumptions]
+    if answer.accounting is not None:
+        parts += [Text(), *accounting_view(answer.accounting)]
     return Group(*parts)
 
 
-def _job_line(settings: Settings) -> str:
+def job_line(settings: Settings) -> str:
+    """Model and hardware, e.g. ``llama3 8B on 8 × h100-80gb``."""
     model, cluster = settings.model, settings.cluster
     return f"{model.name} {model.flavor} on {cluster.world_size} × {cluster.gpu.name}"
 
 
 def _verdict_line(settings: Settings, memory: MemoryEstimate) -> Text:
     word, style = VERDICT_WORDS[memory.verdict]
-    upper = memory.active_interval[1] + memory.outside_bytes
-    spare = memory.capacity_bytes - upper
-    line = Text.assemble((word, style), f"  {_job_line(settings)}: ")
+    return Text.assemble((word, style), f"  {job_line(settings)}: {room(memory)}")
+
+
+def room(memory: MemoryEstimate) -> str:
+    """How much is to spare, or missing."""
+    capacity, outside = memory.capacity_bytes, memory.outside_bytes
     if memory.verdict is Verdict.DOES_NOT_FIT:
-        line.append(f"{_size(-spare)} too much for {_size(memory.capacity_bytes)}")
-    elif memory.verdict is Verdict.PRESSURE:
-        line.append(
-            f"active memory leaves {_size(spare)}, but the allocator wants "
-            f"{_size(memory.device_bytes - memory.capacity_bytes)} more than there is: "
-            "expect allocation retries"
+        need = memory.active_bytes + outside
+        return (
+            f"a GPU needs {size(need)} and has {size(capacity)}; {size(need - capacity)} too much, "
+            "whatever the allocator gives back"
         )
-    else:
-        line.append(f"{_size(memory.capacity_bytes - memory.device_bytes)} to spare")
-    return line
+    if memory.verdict is Verdict.FITS:
+        return f"{size(capacity - memory.device_bytes)} of {size(capacity)} to spare"
+    if memory.active_interval[1] + outside > capacity:
+        return f"it may or may not: active memory could come to {size(memory.active_interval[1])}, too much"
+    return (
+        f"active memory leaves {size(capacity - memory.active_interval[1] - outside)}, but the allocator "
+        f"wants {size(memory.device_bytes - capacity)} more than there is: expect allocation retries"
+    )
+
+
+def needs(answer: Answer) -> list[tuple[str, str]]:
+    """What a job that does not fit would take, as name and text: GPUs alone, then the cheapest changes."""
+    memory, world_size = answer.memory, answer.settings.cluster.world_size
+    if memory is None or memory.verdict is not Verdict.DOES_NOT_FIT or answer.step_time is None:
+        return []
+    alone = "no number of GPUs is enough: activations do not shrink with them"
+    if answer.minimum_gpus is not None:
+        alone = f"{answer.minimum_gpus} GPUs"
+    found = [("as it is", alone)]
+    kept = [s for s in answer.suggestions if not s.changes_numerics]
+    here = next((s for s in kept if s.gpus <= world_size), None)
+    found.append((f"on {world_size} GPUs", described(here) if here else "no change that keeps the numerics"))
+    more = next((s for s in kept if s.gpus > world_size and s.memory.verdict is Verdict.FITS), None)
+    if more is not None:
+        found.append((f"on {more.gpus} GPUs", described(more)))
+    return found
+
+
+def described(suggestion: Suggestion) -> str:
+    """A suggestion with its figures in one line."""
+    pressure = ", under pressure" if suggestion.memory.verdict is Verdict.PRESSURE else ""
+    return (
+        f"{suggestion.text or 'nothing else'} ({size(suggestion.memory.active_bytes)} active{pressure}, "
+        f"{suggestion.tokens_per_second_per_gpu:,.0f} tokens/s per GPU)"
+    )
+
+
+def _needs(answer: Answer) -> Iterator[RenderableType]:
+    found = needs(answer)
+    if found:
+        table = Table.grid(padding=(0, 2))
+        for name, text in found:
+            table.add_row(Text(name, style="bold"), Text(text))
+        yield Text()
+        yield table
 
 
 def _bars(memory: MemoryEstimate) -> Iterator[RenderableType]:
@@ -92,54 +143,73 @@ def _bars(memory: MemoryEstimate) -> Iterator[RenderableType]:
         table.add_row(
             Text(name, style="bold" if worst else ""),
             _bar(stage, scale, memory.capacity_bytes),
-            Text(f"{_size(stage.active_bytes)} in {_words(stage.peak.name)}"),
+            Text(f"{size(stage.active_bytes)} in {words(stage.peak.name)}"),
         )
     yield table
     legend = Text()
-    for name, size in sorted(memory.components.items(), key=lambda item: -item[1]):
-        if size >= 0.0005 * GIB:
+    for name, held in sorted(memory.components.items(), key=lambda item: -item[1]):
+        if held >= 0.0005 * GIB:
             glyph, colour = COMPONENT_STYLE[name]
-            legend.append(f"{glyph} ", style=colour)
-            legend.append(f"{_words(name)} {_size(size)}   ")
+            legend.append(f"{glyph}\u00a0", style=colour)
+            # no-break spaces: a name stays with its figure
+            legend.append(f"{words(name)} {size(held)}".replace(" ", "\u00a0"))
+            legend.append("   ")
     yield legend
 
 
 def _bar(stage: StageMemory, scale: float, capacity: float) -> Text:
     bar, drawn, total = Text(), 0, 0.0
-    for name, size in by_component(stage.peak.items).items():
-        total += size
+    for name, held in by_component(stage.peak.items).items():
+        total += held
         cells = round(BAR_CELLS * total / scale) - drawn
         glyph, colour = COMPONENT_STYLE[name]
         bar.append(glyph * cells, style=colour)
         drawn += cells
     limit = round(BAR_CELLS * capacity / scale)
-    bar.append("·" * (limit - drawn), style="dim")
+    if limit < drawn:  # where the card ends
+        bar = Text.assemble(bar[:limit], ("│", "bold red"), bar[limit:])
+    else:
+        bar.append("·" * (limit - drawn), style="dim")
     return bar
 
 
-def _figures(answer: Answer, memory: MemoryEstimate, step_time: StepTimeEstimate) -> Table:
-    low, high = memory.active_interval
-    slow, fast = step_time.interval
+def _figures(answer: Answer, memory: MemoryEstimate) -> Table:
     table = Table.grid(padding=(0, 2))
-    for name, value, detail in (
-        ("active", _size(memory.active_bytes), f"{_size(low)} to {_size(high)}: must fit"),
-        ("reserved", _size(memory.reserved_bytes), "what torchtitan logs; holes can be given back"),
-        (
-            "device",
-            _size(memory.device_bytes),
-            f"reserved and {_size(memory.outside_bytes)} outside the allocator, "
-            f"of {_size(memory.capacity_bytes)}",
-        ),
-        (
-            "speed",
-            f"{step_time.tokens_per_second_per_gpu:,.0f} tokens/s",
-            f"per GPU, {slow:,.0f} to {fast:,.0f}; a step takes {step_time.seconds:.2f} s",
-        ),
-        ("minimum", _minimum(answer.minimum_gpus), "as it is, more or fewer data_parallel_shard ranks"),
-        ("source", memory.method, "nothing was run; constants from H200, torch 2.11, torchtitan 0.2.2"),
-    ):
+    for name, value, detail in figures(answer, memory):
         table.add_row(Text(name, style="bold"), Text(value, justify="right"), Text(detail, style="dim"))
     return table
+
+
+def figures(answer: Answer, memory: MemoryEstimate) -> list[tuple[str, str, str]]:
+    """Name, value and explanation of each figure."""
+    low, high = memory.active_interval
+    found = [
+        ("active", size(memory.active_bytes), f"{size(low)} to {size(high)}: must fit"),
+        ("reserved", size(memory.reserved_bytes), "what torchtitan logs; holes can be given back"),
+        (
+            "device",
+            size(memory.device_bytes),
+            f"reserved and {size(memory.outside_bytes)} outside the allocator, "
+            f"of {size(memory.capacity_bytes)}",
+        ),
+    ]
+    step_time = answer.step_time
+    if step_time is not None:
+        slow, fast = step_time.interval
+        speed = f"{step_time.tokens_per_second_per_gpu:,.0f} tokens/s"
+        found += [
+            ("speed", speed, f"per GPU, {slow:,.0f} to {fast:,.0f}; a step takes {step_time.seconds:.2f} s"),
+            ("minimum", _minimum(answer.minimum_gpus), "as it is, more or fewer data_parallel_shard ranks"),
+        ]
+    return [*found, ("source", memory.method, _source(answer))]
+
+
+def _source(answer: Answer) -> str:
+    if not answer.traces:
+        return "nothing was run; constants from H200, torch 2.11, torchtitan 0.2.2"
+    seconds = sum(trace.seconds for trace in answer.traces)
+    beside = "; speed by formula" if answer.step_time else "; the formula knows no speed for this model"
+    return f"two steps of the real model under fake tensors, {seconds:.0f} s on the CPU{beside}"
 
 
 def _minimum(gpus: int | None) -> str:
@@ -168,10 +238,10 @@ def _suggestions_table(suggestions: Sequence[Suggestion]) -> Table:
         if memory.verdict is Verdict.PRESSURE:
             note = f"{note}, under pressure".lstrip(", ")
         table.add_row(
-            Text(suggestion.text),
+            Text("\n".join(suggestion.lines) or "nothing else"),
             str(suggestion.gpus),
-            _size(memory.active_bytes),
-            _size(memory.device_bytes),
+            size(memory.active_bytes),
+            size(memory.device_bytes),
             f"{suggestion.tokens_per_second_per_gpu:,.0f}",
             note,
         )
@@ -188,7 +258,7 @@ def sweep_view(key: str, answers: Sequence[tuple[str, Answer]]) -> Table:
     table.add_column("verdict")
     for label, answer in answers:
         memory, step_time = answer.memory, answer.step_time
-        if memory is None or step_time is None:
+        if memory is None:
             table.add_row(
                 Text(label), "", "", "", "", "", Text(f"invalid: {answer.invalid[0].rule}", style="red")
             )
@@ -196,21 +266,52 @@ def sweep_view(key: str, answers: Sequence[tuple[str, Answer]]) -> Table:
         word, style = VERDICT_WORDS[memory.verdict]
         table.add_row(
             Text(label),
-            _size(memory.active_bytes),
-            _size(memory.reserved_bytes),
-            _size(memory.device_bytes),
-            f"{step_time.tokens_per_second_per_gpu:,.0f}",
-            _words(memory.peak.name),
+            size(memory.active_bytes),
+            size(memory.reserved_bytes),
+            size(memory.device_bytes),
+            f"{step_time.tokens_per_second_per_gpu:,.0f}" if step_time else "",
+            words(memory.peak.name),
             Text(word, style=style),
         )
     return table
 
 
-def _size(num_bytes: float) -> str:
+def size(num_bytes: float) -> str:
     """GiB with the digits that matter."""
     digits = 1 if num_bytes >= GIB else 2 if num_bytes >= 0.1 * GIB else 3
     return f"{num_bytes / GIB:.{digits}f} GiB"
 
 
-def _words(name: str) -> str:
+def words(name: str) -> str:
+    """A phase or component for people."""
     return "logits and loss" if name == "logits_loss" else name.replace("_", " ")
+
+
+def accounting_view(found: Accounting) -> Iterator[RenderableType]:
+    """The quoted rules and what torchtitan holds, in decimal GB."""
+    yield Text("parameters, gradients and optimizer, decimal GB (no activations)", style="bold")
+    for part in (found.quoted, found.mixed, found.held):
+        yield Text(f"{accounting_title(part, found.world_size)}")
+        table = Table(box=None, pad_edge=False, show_edge=False)
+        for name, width in (("", 12), ("dtype", 12)):
+            table.add_column(name, min_width=width)
+        for name in ("bytes/parameter", "GB in all", "GB a GPU"):
+            table.add_column(name, justify="right", min_width=9)
+        for line in part.lines:
+            table.add_row(line.component, line.dtype, *_gb(line.bytes_per_parameter, line))
+        table.add_row("in all", "", *_gb(part.bytes_per_parameter, part), style="bold")
+        yield table
+        yield Text()
+    yield from (Text(f"- {note}") for note in found.notes)
+
+
+def accounting_title(part: AccountingTable, world_size: int) -> str:
+    """What one part of the table is."""
+    count = f"{part.parameters / 1e9:,.2f}".rstrip("0").rstrip(".")
+    where = "" if part.rank_bytes is None else f", {world_size} GPUs"
+    return f"{part.name} ({part.source}): {count} billion parameters{where}"
+
+
+def _gb(bytes_per_parameter: float, held: AccountingLine | AccountingTable) -> tuple[str, str, str]:
+    rank = "" if held.rank_bytes is None else f"{held.rank_bytes / GB:,.1f}"
+    return f"{bytes_per_parameter:g}", f"{held.total_bytes / GB:,.1f}", rank

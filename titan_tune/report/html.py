@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import titan_tune
 from titan_tune.report import charts, words
 from titan_tune.report.answer import Answer
+from titan_tune.report.blocks import facts, head, source, table, tile
 from titan_tune.report.data import ReportData
 from titan_tune.report.markup import Markup, el, join
-from titan_tune.report.pieces import (
-    NOTHING,
-    changes,
-    choices,
-    common,
-    facts,
-    legend,
-    maybe,
-    source,
-    table,
-    tile,
-)
+from titan_tune.report.pieces import NOTHING, changes, choices, common, legend, maybe
 from titan_tune.report.rows import Axis, Configuration, TrialRow
-from titan_tune.report.style import CSS
 from titan_tune.report.words import percent, tokens
 from titan_tune.units import format_duration
 
 GENERATOR = "titan-tune report"
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""Content security policy: the page may load nothing, whatever a study holds."""
 
 
 def render_html(data: ReportData) -> str:
@@ -51,19 +37,8 @@ def render_html(data: ReportData) -> str:
         el("header", el("p", about), el("h1", words.headline(data)), nav),
         *(el("section", el("h2", title), *blocks, id=name) for name, title, blocks in sections),
     )
-    return f"<!doctype html>\n{el('html', _head(data), el('body', body), lang='en')}\n"
-
-
-def _head(data: ReportData) -> Markup:
-    return el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        el("meta", name="generator", content=f"{GENERATOR} {titan_tune.__version__}"),
-        el("title", f"{data.study}: titan-tune report"),
-        el("style", Markup(CSS)),
-    )
+    start = head(f"{data.study}: titan-tune report", generator=GENERATOR)
+    return f"<!doctype html>\n{el('html', start, el('body', body), lang='en')}\n"
 
 
 def _answer(data: ReportData) -> list[str]:

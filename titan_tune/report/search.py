@@ -23,6 +23,8 @@ from titan_tune.units import format_duration, format_gib
 SHOWN_CONFIGURATIONS = 10
 SHOWN_FAILURES = 8
 SHOWN_CHARACTERS = 160
+NOISY_SPREAD = 0.05
+"""Repeats of one configuration that differ by more are pointed out; an H200 alone repeats within 3 %."""
 STATUS_STYLE = {
     ProbeStatus.COMPLETED: "green",
     ProbeStatus.INFRASTRUCTURE: "yellow",
@@ -244,6 +246,10 @@ def summary(
         changed = [axis for axis in numerics_axes if base and _differs(best.standing, base, axis)]
         if changed:
             parts.append(Text(f"this configuration changes numerics: {', '.join(changed)}", style="yellow"))
+        noise = max((s.spread for s in ranked), default=0.0)
+        if noise > NOISY_SPREAD:
+            text = f"runs of one configuration differ by up to {noise:.0%} here: smaller gains mean nothing"
+            parts.append(Text(text, style="yellow"))
         parts += [Text(f"warning: {text}", style="yellow") for text in best.standing.latest.outcome.warnings]
     return Group(*parts)
 

@@ -70,7 +70,7 @@ def new_info(plan: Plan, *, device: str, environment: dict[str, Any]) -> StudyIn
     return StudyInfo(
         titan_tune=titan_tune.__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        job_name=space.base.path.name if space.base.path else "job",
+        job_name=next((path.name for path in (space.base.path, space.path) if path), "job"),
         job_text=render(space.base, space.base.values),
         cluster=space.cluster,
         device=device,

@@ -58,6 +58,8 @@ def standings(records: Sequence[TrialRecord]) -> list[Standing]:
     for record in completed(records):
         groups.setdefault(record.config_id, []).append(record)
     finals = {r.config_id for r in completed(records) if r.role is Role.FINALIST}
+    if finals <= {baseline_id(records)}:
+        finals = set()  # cut off before any finalist ran: there is nothing to decide by
     found = [Standing(config, tuple(runs), config in finals) for config, runs in groups.items()]
     return sorted(found, key=lambda s: (not s.final, -s.tokens_per_second, s.config_id))
 
