@@ -185,6 +185,19 @@ def test_internal_errors_are_one_line_unless_debug(files, capsys, monkeypatch):
         run(["search", "job.toml", "--debug"])
 
 
+@pytest.mark.parametrize("arguments", [["export", "s"], ["report", "s"], ["search", "job.toml"]])
+def test_without_the_probe_extra_the_message_names_it(files, arguments):
+    code = (
+        "import sys; sys.modules['optuna'] = None\n"
+        "import importlib.util as u; found = u.find_spec; u.find_spec = lambda n: None if n == 'optuna' else found(n)\n"
+        f"from titan_tune.cli import run; sys.exit(run({arguments!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=files)
+    assert done.returncode == 2
+    assert "optuna" in done.stderr and "pip install 'titan-tune[probe]'" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
 def test_estimate_imports_no_torch_and_no_optuna(files):
     code = (
         "import sys; from titan_tune.cli import run; run(['estimate', 'job.toml', '--gpu', 'h200', '--gpus', '8']);"

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from titan_tune.errors import InterruptedSearchError, ProbesFailedError, TitanTuneError
+from titan_tune.errors import InputError, InterruptedSearchError, ProbesFailedError, TitanTuneError
 
 DEBUG_FLAG = "--debug"
+PROBE_PACKAGES = ("optuna", "torch", "torchao", "torchtitan", "numpy", "sqlalchemy")
+"""What the ``probe`` extra brings."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -46,6 +48,9 @@ def run(argv: Sequence[str]) -> int:
     except Exception as error:
         if debug:
             raise
+        missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        if missing.partition(".")[0] in PROBE_PACKAGES:
+            return fail(f"this needs {missing}: pip install 'titan-tune[probe]'", InputError.exit_code)
         text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         return fail(f"internal error: {text} ({DEBUG_FLAG} shows where)", 1)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_tune.cli import interrupt_on_terminate
+from titan_tune.cli import PROBE_PACKAGES, interrupt_on_terminate
 from titan_tune.cli.console import stderr_console, stdout_console
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.errors import InputError, InterruptedSearchError, NothingFeasibleError, ProbesFailedError
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from titan_tune.space.axes import Space
     from titan_tune.study.plan import Plan
     from titan_tune.study.records import TrialRecord
-
-PROBE_PACKAGES = ("optuna", "torch", "torchao", "torchtitan")
 
 
 @dataclass(frozen=True)
