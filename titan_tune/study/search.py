@@ -7,7 +7,6 @@ that is killed at any moment goes on from there.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from titan_tune.domain.probe import (
     ProbeStatus,
 )
 from titan_tune.errors import InterruptedSearchError, ProbesFailedError
-from titan_tune.probe.record import outcome_to_dict, read_outcome
+from titan_tune.probe.record import read_outcome
 from titan_tune.probe.runner import ProbeHandle, Runner
 from titan_tune.probe.toml import probe_values
 from titan_tune.study.budget import Spent, exhausted, expected_seconds, final_runs, remaining_seconds
@@ -36,8 +35,8 @@ from titan_tune.study.records import Attr, Role, TrialRecord, record_of, records
 from titan_tune.study.sampler import Blame, FeasibleSampler, distributions
 from titan_tune.study.selection import baseline_id, final_schedule, winner
 from titan_tune.study.storage import storage_errors
+from titan_tune.study.trials import active_seconds, new_directory, predictions, tell
 from titan_tune.titan.job import render
-from titan_tune.units import GIB
 
 POLL_SECONDS = 0.2
 FIRST_PROBE_SECONDS = 90.0
@@ -353,7 +352,7 @@ class Search:
         name = frozen.user_attrs.get(Attr.DIRECTORY)
         outcome = read_outcome(self._directory / name) if name else None
         if outcome is None:
-            seconds = _active_seconds(self._directory / name) if name else 0.0
+            seconds = active_seconds(self._directory / name) if name else 0.0
             outcome = ProbeOutcome(ProbeStatus.CANCELLED, "the search ended while it ran", seconds)
         tell(self._study, trial, outcome, capacity_gib=self._plan.space.cluster.gpu.memory_gib, url=self._url)
 
@@ -378,58 +377,3 @@ class Search:
 
 def _cancelled(record: TrialRecord) -> bool:
     return record.outcome.status is ProbeStatus.CANCELLED
-
-
-def predictions(item: Ranked) -> dict[str, float]:
-    """What the formula said, kept beside what was measured."""
-    found: dict[str, float] = {}
-    if item.memory:
-        found |= {
-            "active_gib": item.memory.active_bytes / GIB,
-            "reserved_gib": item.memory.reserved_bytes / GIB,
-            "device_gib": item.memory.device_bytes / GIB,
-        }
-    if item.step_time:
-        found["tokens_per_second_per_gpu"] = item.step_time.tokens_per_second_per_gpu
-    return found
-
-
-def new_directory(study_directory: Path, config_id: str) -> Path:
-    """An unused trial folder: ``trials/<config_id>``, later runs with ``-2``, ``-3``, …"""
-    number = 1
-    while True:
-        name = config_id if number == 1 else f"{config_id}-{number}"
-        directory = study_directory / "trials" / name
-        if not directory.exists():
-            directory.mkdir(parents=True, mode=0o700)
-            return directory
-        number += 1
-
-
-def tell(study: optuna.Study, trial: Trial, outcome: ProbeOutcome, *, capacity_gib: float, url: str) -> None:
-    """Record one outcome. Constraints are feasible at or below zero, and set on every completed trial."""
-    if outcome.status is ProbeStatus.TIMEOUT and trial.user_attrs.get(Attr.CUT_BY_BUDGET):
-        message = f"stopped because the budget ended: {outcome.message}"
-        outcome = dataclasses.replace(outcome, status=ProbeStatus.CANCELLED, message=message)
-    with storage_errors(url):
-        trial.set_user_attr(Attr.OUTCOME, outcome_to_dict(_finite(outcome)))
-        measurement = outcome.measurement
-        if outcome.status is ProbeStatus.COMPLETED and measurement is not None:
-            excess = measurement.peak_device_bytes / GIB - capacity_gib
-            trial.set_constraint("memory", excess if measurement.memory_kind == "cuda" else 0.0)
-            study.tell(trial, measurement.tokens_per_second_per_gpu)
-        else:
-            study.tell(trial, state=TrialState.FAIL)
-
-
-def _finite(outcome: ProbeOutcome) -> ProbeOutcome:
-    measurement = outcome.measurement
-    if measurement is None:
-        return outcome
-    losses = tuple(loss for loss in measurement.losses if loss == loss)
-    return dataclasses.replace(outcome, measurement=dataclasses.replace(measurement, losses=losses))
-
-
-def _active_seconds(directory: Path) -> float:
-    times = [path.stat().st_mtime for path in directory.glob("*")] if directory.is_dir() else []
-    return max(times) - min(times) if times else 0.0
