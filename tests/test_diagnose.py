@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -683,6 +683,8 @@ def test_no_bytes_crash_the_reader(tmp_path_factory: pytest.TempPathFactory, con
         max_leaves=12,
     )
 )
+@example({"type": "a", "message": "b", "frames": None})
+@example({"type": "a", "message": "b", "frames": 3})
 def test_no_record_crashes_the_reader(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
     folder = tmp_path_factory.mktemp("trial")
     shutil.copy(LOGS / "cpu_single.log", folder / "stdout.log")

@@ -182,11 +182,12 @@ def _recorded(file: Path) -> RaisedError | None:
     kind, message = record.get("type"), record.get("message")
     if not isinstance(kind, str) or not isinstance(message, str):
         return None
-    time, rank = record.get("time"), record.get("rank")
+    time, rank, frames = record.get("time"), record.get("rank"), record.get("frames")
+    listed = frames if isinstance(frames, list) else ()
     return RaisedError(
         type=kind.removeprefix("builtins."),
         message=message,
-        frames=tuple(frame for text in record.get("frames", ()) if (frame := _frame(text)) is not None),
+        frames=tuple(frame for text in listed if (frame := _frame(text)) is not None),
         rank=rank if isinstance(rank, int) else None,
         source=file.name,
         time=float(time) if isinstance(time, int | float) else None,
