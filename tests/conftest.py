@@ -1,4 +1,4 @@
-"""Hypothesis profiles. ``pytest --hypothesis-profile=explore`` looks for new counterexamples; the suite repeats its own."""
+"""Hypothesis profiles: the suite repeats its examples; ``pytest --hypothesis-profile=explore`` looks for new ones."""
 
 from hypothesis import settings
 
