@@ -204,3 +204,13 @@ def test_the_command_can_be_run_by_hand_without_overwriting_measurements(tmp_pat
     assert "torch.distributed.run" in text
     assert "TITAN_TUNE_METRICS_DIR" not in text
     assert subprocess.run(["sh", "-n"], input=text, text=True).returncode == 0
+
+
+def test_metrics_that_were_set_aside_are_no_error(tmp_path):
+    path = tmp_path / "metrics.rank0.jsonl"
+    path.write_text('{"kind": "header", "rank": 0}\n')
+    metrics = files.Metrics(tmp_path)
+    assert metrics.read_new()
+    path.rename(tmp_path / "gone")
+    log = metrics.logs[0]
+    assert not log.read_new()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,7 +154,14 @@ def _run(options: SearchOptions, plan: Plan, console: Any) -> int:
         print(json.dumps(result_data(name, records, reason), indent=1))
     if stopped:
         raise stopped
-    console.print(f"next: titan-tune export {name} -o best.toml", highlight=False)
+    where = (
+        ""
+        if options.runs_dir == SearchOptions.runs_dir
+        else f" --runs-dir {shlex.quote(str(options.runs_dir))}"
+    )
+    console.print(
+        f"next: titan-tune export {shlex.quote(name)}{where} -o best.toml", highlight=False, soft_wrap=True
+    )
     return 0
 
 

@@ -62,9 +62,12 @@ class RankLog:
 
     def read_new(self) -> bool:
         """Take in the complete lines that were added; whether there were any."""
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            added = file.read()
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                added = file.read()
+        except FileNotFoundError:
+            return False  # set aside for the next attempt
         complete, newline, _ = added.rpartition(b"\n")
         self._offset += len(complete) + len(newline)
         for line in complete.splitlines():

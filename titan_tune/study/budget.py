@@ -42,7 +42,7 @@ def final_runs(
     runs = (finalists + 1) * settings.finalist_repeats if finalists and pool_size > 1 else 0
     if budget.max_probes is not None:
         runs = min(runs, budget.max_probes // 2)
-    return runs
+    return runs if runs > 1 else 0  # the baseline alone decides nothing
 
 
 def exhausted(

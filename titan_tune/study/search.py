@@ -161,7 +161,7 @@ class Search:
             self._cancel_all()
             done = sum(r.measurement is not None for r in self._records)
             raise InterruptedSearchError(
-                f"stopped; {done} measured probes are saved in {self._directory}; the same command resumes"
+                f"stopped; what was measured ({done}) is saved in {self._directory}; the same command resumes"
             ) from None
         finally:
             self._runner.close()
