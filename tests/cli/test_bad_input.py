@@ -81,6 +81,7 @@ def one_line(capsys) -> str:
         (["estimate", "job.toml", "--method", "magic"], 2, ["--method", "magic", "formula"]),
         (["estimate", "job.toml", "--sweep", "nonsense"], 2, ["--sweep", "nonsense"]),
         (["estimate", "job.toml", "--hf-config", "none.json"], 2, ["none.json", "no such file"]),
+        (["estimate", "space.toml"], 2, ["space.toml", "is a search space", "--plan"]),
         (["search", "missing.toml"], 2, ["missing.toml", "no such file"]),
         (["search", "axis.toml"], 2, ["axis.toml", "activation_chekpoint", "activation_checkpoint"]),
         (["search", "value.toml"], 2, ["value.toml", "float8", "tensorwize", "tensorwise"]),

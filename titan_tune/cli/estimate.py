@@ -15,6 +15,7 @@ from titan_tune.errors import InputError, NothingFeasibleError, did_you_mean
 from titan_tune.estimate.answer import SCHEMA, Answer, answer, answer_json
 from titan_tune.estimate.memory import METHOD as FORMULA
 from titan_tune.machine import local_cluster
+from titan_tune.space.file import is_space_file
 from titan_tune.titan.job import load_job
 from titan_tune.titan.keys import parse_assignment
 from titan_tune.titan.settings import settings_from
@@ -56,6 +57,10 @@ def run_estimate(
             that exclude each other, a trace without torchtitan or one that broke.
     """
     _check_options(method, sweep=sweep, html=html, accounting=accounting)
+    if is_space_file(job_path):
+        raise InputError(
+            f"{job_path}: is a search space, not a job: search {job_path} --plan shows the estimates of its candidates"
+        )
     job = load_job(job_path, sets=sets, hf_config=hf_config)
     cluster = cluster_from(local_cluster(), gpus=gpus, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu)
     if sweep is not None:
