@@ -1,8 +1,9 @@
 """Traces every measured H200 row, one after another, and writes reports/trace_accuracy.md.
 
-    python benchmarks/trace_accuracy.py [--only SUBSTRING] [--jsonl FILE]
+    python benchmarks/trace_accuracy.py [--layouts] [--only SUBSTRING] [--jsonl FILE]
 
-With ``--jsonl`` rows already in FILE are not traced again.
+``--layouts`` takes the rows of further layouts and models and writes reports/trace_layouts.md. With ``--jsonl`` rows
+already in FILE are not traced again.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from titan_tune.titan.job import job_from_text
 from titan_tune.trace import TraceError, trace_memory
 from titan_tune.units import GIB
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data" / "h200_measured.jsonl"
+LAYOUTS = ROOT / "tests" / "data" / "h200_rows_layouts.jsonl"
 REPORT = ROOT / "reports" / "trace_accuracy.md"
+LAYOUTS_REPORT = ROOT / "reports" / "trace_layouts.md"
 
 ACTIVE_GOAL = 0.002
 RESERVED_GOAL = 0.01
@@ -66,10 +71,15 @@ def model_args(row: dict[str, Any]) -> dict[str, Any]:
 
 def trace_row(row: dict[str, Any], rank: int) -> Line:
     line = Line(row["id"], rank, row["active_gib"][rank], row["reserved_gib"][rank])
-    values = {**row["config"], "model.name": row["model"], "model.flavor": row["flavor"]}
+    if "model" in row:
+        values = {**row["config"], "model.name": row["model"], "model.flavor": row["flavor"]}
+        args: Mapping[str, Any] = model_args(row)
+    else:
+        job = job_from_text("", name=row["id"]).with_values(row["config"])
+        values, args = job.resolved(), job.model_args
     began = time.monotonic()
     try:
-        result = trace_memory(values, model_args=model_args(row), world_size=row["world_size"], rank=rank)
+        result = trace_memory(values, model_args=args, world_size=row["world_size"], rank=rank)
     except TraceError as error:
         line.error = str(error)
     else:
@@ -80,14 +90,14 @@ def trace_row(row: dict[str, Any], rank: int) -> Line:
     return line
 
 
-def lines(only: str, cache: Path | None) -> list[Line]:
+def lines(data: Path, only: str, cache: Path | None) -> list[Line]:
     done: dict[tuple[str, int], Line] = {}
     if cache is not None and cache.exists():
         for text in cache.read_text().splitlines():
             line = Line(**json.loads(text))
             done[line.id, line.rank] = line
     made = []
-    for row in map(json.loads, DATA.read_text().splitlines()):
+    for row in map(json.loads, data.read_text().splitlines()):
         # without a pipeline all ranks measure the same
         pipeline = row["config"].get("parallelism.pipeline_parallel_degree", 1) > 1
         for rank in range(row["world_size"] if pipeline else 1):
@@ -151,7 +161,7 @@ def report(made: list[Line]) -> str:
             "",
             "Measured: NVIDIA H200, torch 2.11.0+cu130, torchtitan 0.2.2, torchao 0.17.0, expandable segments.",
             "Traced: CPU with two cores, fake tensors, one row after another "
-            f"(`python benchmarks/trace_accuracy.py`), torch {version('torch')}. Seconds are wall clock with "
+            f"(`python benchmarks/trace_accuracy.py`; `--layouts` for further layouts and models), torch {version('torch')}. Seconds are wall clock with "
             "imports; other jobs may have shared the machine.",
             "",
             f"- {summary('active', active)}",
@@ -174,11 +184,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="rows whose id contains this")
     parser.add_argument("--jsonl", type=Path, help="keep traced rows here and do not trace them again")
+    parser.add_argument("--layouts", action="store_true", help="the rows of further layouts and models")
     arguments = parser.parse_args()
-    text = report(lines(arguments.only, arguments.jsonl))
+    data, target = (LAYOUTS, LAYOUTS_REPORT) if arguments.layouts else (DATA, REPORT)
+    text = report(lines(data, arguments.only, arguments.jsonl))
     if not arguments.only:
-        REPORT.parent.mkdir(exist_ok=True)
-        REPORT.write_text(text)
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(text)
     print(text.split("| row")[0])
 
 
