@@ -161,7 +161,8 @@ def report(made: list[Line]) -> str:
             "",
             "Measured: NVIDIA H200, torch 2.11.0+cu130, torchtitan 0.2.2, torchao 0.17.0, expandable segments.",
             "Traced: CPU with two cores, fake tensors, one row after another "
-            f"(`python benchmarks/trace_accuracy.py`; `--layouts` for further layouts and models), torch {version('torch')}. Seconds are wall clock with "
+            "(`python benchmarks/trace_accuracy.py`; `--layouts` for further layouts and models), "
+            f"torch {version('torch')}. Seconds are wall clock with "
             "imports; other jobs may have shared the machine.",
             "",
             f"- {summary('active', active)}",
