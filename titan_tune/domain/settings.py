@@ -144,8 +144,3 @@ class Settings:
     def gradient_accumulation_steps(self) -> int:
         """Microbatches a rank runs per optimizer step (at least 1, also where it does not divide)."""
         return max(1, self.global_batch_size // (self.local_batch_size * self.dims.dp_degree))
-
-    @property
-    def tokens_per_rank(self) -> int:
-        """Tokens of one forward on one rank (local batch x sequence / cp)."""
-        return self.local_batch_size * self.seq_len // self.dims.cp

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from titan_tune.domain.estimate import MemoryEstimate, Phase, StageMemory
 from titan_tune.domain.settings import Settings
@@ -11,7 +11,7 @@ from titan_tune.estimate.parameters import ParamPath, Shapes, shapes_of
 from titan_tune.estimate.phases import phases_of
 from titan_tune.estimate.pipeline import pipeline_phases
 from titan_tune.estimate.reserved import CUDA_GRAPH_POOL, outside_bytes, reserved_bytes, uses_cuda_graphs
-from titan_tune.estimate.verdict import relative_margins, verdict_of
+from titan_tune.estimate.verdict import Margin, relative_margins, verdict_of
 from titan_tune.units import GIB, format_gib
 
 METHOD = "formula"
@@ -33,14 +33,43 @@ def estimate_memory(settings: Settings) -> MemoryEstimate:
     caches = not settings.cluster.gpu.is_cpu
     pools = 1 + CUDA_GRAPH_POOL if uses_cuda_graphs(settings) else 1.0
     stages = tuple(_stage_memory(shapes, rank, phases, caches, pools) for rank, phases in enumerate(ranks))
-    worst = max(stages, key=lambda stage: stage.active_bytes)
+    worst = worst_of(stages)
+    return estimate_of(
+        METHOD,
+        settings,
+        stages,
+        margin=relative_margins(settings, shapes, worst.peak.name),
+        components=by_component(worst.peak.items),
+        assumptions=_assumptions(settings, shapes) if shapes.moe or shapes.tables == 1 else (),
+    )
+
+
+def worst_of(stages: Sequence[StageMemory]) -> StageMemory:
+    """The stage whose active memory decides."""
+    return max(stages, key=lambda stage: stage.active_bytes)
+
+
+def estimate_of(
+    method: str,
+    settings: Settings,
+    stages: tuple[StageMemory, ...],
+    *,
+    margin: Margin,
+    components: Mapping[str, float],
+    assumptions: tuple[str, ...],
+) -> MemoryEstimate:
+    """The worst stage's figures, its interval and the verdict, however the stages' memory was found.
+
+    ``margin`` is how far below and above the figure the truth may lie, as shares of it.
+    """
+    worst = worst_of(stages)
     reserved = max(stage.reserved_bytes for stage in stages)
-    below, above = relative_margins(settings, shapes, worst.peak.name)
     active, outside = worst.active_bytes, outside_bytes(settings)
+    below, above = margin
     interval = (active * (1 - below), active * (1 + above))
     capacity = settings.cluster.gpu.memory_gib * GIB
     return MemoryEstimate(
-        method=METHOD,
+        method=method,
         stages=stages,
         worst_stage=worst.stage,
         active_bytes=active,
@@ -48,10 +77,10 @@ def estimate_memory(settings: Settings) -> MemoryEstimate:
         reserved_bytes=reserved,
         device_bytes=reserved + outside,
         outside_bytes=outside,
-        components=by_component(worst.peak.items),
+        components=components,
         capacity_bytes=capacity,
         verdict=verdict_of(interval, reserved, outside, capacity),
-        assumptions=_assumptions(settings, shapes) if shapes.moe or shapes.tables == 1 else (),
+        assumptions=assumptions,
     )
 
 

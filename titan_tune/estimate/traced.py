@@ -11,12 +11,10 @@ from titan_tune.domain.estimate import MemoryEstimate, Phase, StageMemory
 from titan_tune.domain.settings import Settings
 from titan_tune.errors import InputError
 from titan_tune.estimate.items import COMPONENTS
-from titan_tune.estimate.memory import estimate_memory
+from titan_tune.estimate.memory import estimate_memory, estimate_of, worst_of
 from titan_tune.estimate.parameters import NotCoveredError
-from titan_tune.estimate.reserved import outside_bytes
-from titan_tune.estimate.verdict import Margin, verdict_of
+from titan_tune.estimate.verdict import Margin
 from titan_tune.trace import TraceError, TraceResult, trace_memory
-from titan_tune.units import GIB
 
 METHOD: Final = "trace"
 MAX_PIPELINE_TRACES: Final = 4
@@ -89,23 +87,13 @@ def traced_pipeline_ranks(settings: Settings) -> tuple[int, ...]:
 
 def _memory(settings: Settings, ranks: tuple[int, ...], results: list[TraceResult]) -> MemoryEstimate:
     stages = tuple(_stage(rank, result) for rank, result in zip(ranks, results, strict=True))
-    worst = max(stages, key=lambda stage: stage.active_bytes)
-    active, reserved = worst.active_bytes, max(stage.reserved_bytes for stage in stages)
-    below, above = trace_margins(settings, worst.peak.name)
-    interval = (active * (1 - below), active * (1 + above))
-    outside, capacity = outside_bytes(settings), settings.cluster.gpu.memory_gib * GIB
-    return MemoryEstimate(
-        method=METHOD,
-        stages=stages,
-        worst_stage=worst.stage,
-        active_bytes=active,
-        active_interval=interval,
-        reserved_bytes=reserved,
-        device_bytes=reserved + outside,
-        outside_bytes=outside,
+    worst = worst_of(stages)
+    return estimate_of(
+        METHOD,
+        settings,
+        stages,
+        margin=trace_margins(settings, worst.peak.name),
         components=dict(worst.peak.items),
-        capacity_bytes=capacity,
-        verdict=verdict_of(interval, reserved, outside, capacity),
         assumptions=_assumptions(settings, ranks, results),
     )
 

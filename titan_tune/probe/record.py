@@ -11,12 +11,11 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from titan_tune.domain.probe import Measurement, ProbeOutcome
+from titan_tune.domain.probe import ProbeOutcome
 
 OUTCOME_FILE = "outcome.json"
 
 _OUTCOME: TypeAdapter[ProbeOutcome] = TypeAdapter(ProbeOutcome)
-_MEASUREMENT: TypeAdapter[Measurement] = TypeAdapter(Measurement)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -46,11 +45,6 @@ def outcome_to_dict(outcome: ProbeOutcome) -> dict[str, Any]:
 def outcome_from_dict(data: Any) -> ProbeOutcome:
     """The outcome of :func:`outcome_to_dict`; raises ``ValueError`` for anything else."""
     return _OUTCOME.validate_python(data)
-
-
-def measurement_to_dict(measurement: Measurement) -> dict[str, Any]:
-    """Plain JSON data."""
-    return cast(dict[str, Any], _MEASUREMENT.dump_python(measurement, mode="json"))
 
 
 def write_outcome(directory: Path, outcome: ProbeOutcome) -> None:

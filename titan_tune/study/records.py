@@ -87,8 +87,3 @@ def records_of(study: optuna.Study) -> tuple[TrialRecord, ...]:
 def completed(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """The probes that measured a throughput."""
     return [r for r in records if r.measurement is not None]
-
-
-def settled_ids(records: Sequence[TrialRecord]) -> set[str]:
-    """Configurations that need no further exploring: measured, or failed for a reason of their own."""
-    return {r.config_id for r in records if r.outcome.status.is_about_the_configuration}
