@@ -31,6 +31,15 @@ class ProbeStatus(StrEnum):
         return self not in (ProbeStatus.INFRASTRUCTURE, ProbeStatus.CANCELLED)
 
 
+class Origin(StrEnum):
+    """Where a throughput comes from."""
+
+    MEASURED = "measured"
+    """Every rank ran."""
+    DRY_RUN = "dry run"
+    """One rank of the job ran on one GPU; communication and pipeline bubble were computed."""
+
+
 class ProbeSettings(FrozenModel):
     """How a probe runs; the ``[probe]`` table of a search-space file."""
 
@@ -74,6 +83,14 @@ class ProbeSpec:
     """Tokens of one optimizer step divided by the ranks of the job: throughput is this over time."""
     baseline_losses: tuple[float, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    num_nodes: int = 1
+    beat: float | None = None
+    """Tokens/s per GPU that the probe has to reach to be of use: it may be stopped once it cannot."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.num_nodes * self.nproc_per_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +140,7 @@ class Measurement:
     alloc_retries: int
     memory_kind: str = "cuda"
     """``cuda`` (allocator) or ``rss`` (resident set size of a CPU process)."""
+    origin: Origin = Origin.MEASURED
 
     @property
     def peak_active_bytes(self) -> int:
