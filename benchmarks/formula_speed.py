@@ -29,14 +29,26 @@ def rate(function: Callable[[Settings], object], jobs: Sequence[Settings]) -> fl
 def main() -> None:
     measured = [row.settings for row in rows()]
     flat = [job for job in measured if job.dims.pp == 1]
-    large = replace(
-        next(job for job in measured if job.model.flavor == "8B"),
-        dims=ParallelDims(dp_shard=8, tp=2, pp=8),
-        local_batch_size=16,
-        global_batch_size=128,
-        pipeline=Pipeline(schedule="Interleaved1F1B"),
-    )
-    for name, jobs in (("no pipeline", flat), ("8 pipeline ranks, interleaved", [large])):
+    model = next(job for job in measured if job.model.flavor == "8B")
+
+    def pipelines(pp: int, schedule: str) -> list[Settings]:
+        return [
+            replace(
+                model,
+                dims=ParallelDims(dp_shard=8, tp=tp, pp=pp),
+                local_batch_size=batch,
+                global_batch_size=8 * batch,
+                pipeline=Pipeline(schedule=schedule),
+            )
+            for tp in (1, 2, 4)
+            for batch in (8, 16, 32)
+        ]
+
+    for name, jobs in (
+        ("no pipeline", flat),
+        *((f"{pp} pipeline ranks, 1F1B", pipelines(pp, "1F1B")) for pp in (2, 4)),
+        *((f"{pp} pipeline ranks, interleaved", pipelines(pp, "Interleaved1F1B")) for pp in (4, 8)),
+    ):
         print(f"{name}: {rate(estimate_memory, jobs):,.0f} estimate_memory/s, ", end="")
         print(f"{rate(estimate_step_time, jobs):,.0f} estimate_step_time/s")
 

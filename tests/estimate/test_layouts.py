@@ -16,11 +16,10 @@ from titan_tune.units import GIB
 
 ROWS = layout_rows()
 EAGER_EXPERTS = {
-    "dsv3-dbg-one-b8-s2048-op-e",
     "dsv3-16B-fsdp16-b1-op-e",
     "dsv3-16B-fsdp16-b1-full-e",
 }
-"""Backward of an eager MoE block is the peak: 1.1 to 1.4 % above the formula and above the traces."""
+"""Backward of an eager MoE block with flex attention is the peak: 241 MiB above the formula and the traces."""
 
 
 def active_error(row: LayoutRow) -> float:
@@ -37,7 +36,7 @@ def test_all_rows_are_there() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_active_memory(row: LayoutRow) -> None:
     # the smallest model's vectors are rounded up to 512 bytes each
-    limit = 0.015 if row.id in EAGER_EXPERTS else 1e-3 if row.active_gib < 0.5 else 3e-4
+    limit = 0.012 if row.id in EAGER_EXPERTS else 1e-3 if row.active_gib < 0.5 else 4e-4
     assert abs(active_error(row)) <= limit
 
 

@@ -59,9 +59,11 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ranks that were traced; a rank has (40 - rank) GiB."""
     asked: list[int] = []
 
-    def fake(values: Mapping[str, Any], *, model_args: object, world_size: int, rank: int) -> TraceResult:
+    def fake(
+        values: Mapping[str, Any], *, model_args: object, world_size: int, rank: int, allocator: str
+    ) -> TraceResult:
         asked.append(rank)
-        return result(rank, (40 - rank) * GIB)
+        return replace(result(rank, (40 - rank) * GIB), allocator=allocator)
 
     monkeypatch.setattr(traced, "trace_memory", fake)
     return asked
@@ -79,6 +81,15 @@ def test_one_trace_where_all_ranks_are_alike(traces: list[int]) -> None:
     assert memory.active_interval[0] < memory.active_bytes < memory.active_interval[1]
     assert memory.verdict is Verdict.FITS
     assert "tokens are routed evenly" in memory.assumptions
+
+
+@pytest.mark.parametrize(
+    ("gpu", "segments"), [("h100-80gb", "expandable"), ("mi300x", "classic"), ("mi355x", "classic")]
+)
+def test_the_allocator_is_that_of_the_gpus_vendor(traces: list[int], gpu: str, segments: str) -> None:
+    found = traced_memory(job(gpu=gpu), {}, {})
+    assert [trace.allocator for trace in found.results] == [segments]
+    assert any(segments in sentence for sentence in found.memory.assumptions)
 
 
 def test_every_rank_of_a_short_pipeline_is_traced(traces: list[int]) -> None:

@@ -132,6 +132,37 @@ def test_experts_get_the_same_number_of_tokens() -> None:
     assert parameters[0] == pytest.approx(parameters[1], rel=0.02)
 
 
+def test_tied_embeddings_are_one_parameter_under_fsdp() -> None:
+    """As torch 2.11 trains them, also where the tracing torch refuses to shard a shared parameter."""
+    dense = {**SMALL, "head_dim": 32, "hidden_dim": FFN, "n_layers": 2, "qk_norm": True}
+    del dense["multiple_of"]
+    apart, tied = (
+        trace_memory(
+            {**JOB, "model.name": "qwen3"}, model_args={**dense, "enable_weight_tying": tie}, world_size=2
+        )
+        for tie in (False, True)
+    )
+    check(tied)
+    table = 4 * VOCAB * DIM // 2
+    for component in ("parameters", "optimizer"):
+        moments = 2 if component == "optimizer" else 1
+        fewer = apart.components[component] - tied.components[component]
+        assert fewer == pytest.approx(moments * table, rel=1e-3)
+
+
+def test_selective_checkpointing_keeps_what_an_eager_flex_kernel_returns() -> None:
+    shallow = {**SMALL, "n_layers": 2}
+    fused, flex = (
+        trace_memory(JOB, model_args={**shallow, **attention}, world_size=1)
+        for attention in ({}, {"attn_type": "flex", "attn_mask_type": "causal"})
+    )
+    check(flex)
+    assert flex.phase == fused.phase == "loss_backward"
+    queries_and_keys = 2 * TOKENS * (DIM + KV_WIDTH)
+    more = flex.components["activations"] - fused.components["activations"]
+    assert more == pytest.approx(2 * queries_and_keys, rel=1e-3)
+
+
 def test_errors_are_torchtitans_own() -> None:
     with pytest.raises(TraceError, match="Invalid parallel dims"):
         trace(3, parallelism__tensor_parallel_degree=2, parallelism__data_parallel_shard_degree=2)

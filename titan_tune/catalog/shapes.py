@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from titan_tune.domain.model import MlaSpec, ModelSpec, MoeSpec
 from titan_tune.errors import InputError
 
 Args = Mapping[str, Any]
 """Every model-args field of the family, dotted, defaults included."""
+
+
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**31
+"""Of any dimension or count of a model; ten times beyond the largest published."""
 
 
 def swiglu_hidden_dim(dim: int, *, multiple_of: int, ffn_dim_multiplier: float | None) -> int:
@@ -108,19 +115,36 @@ def spec_from_args(name: str, flavor: str, args: Args) -> ModelSpec:
     Raises:
         InputError: sizes that torchtitan cannot train with.
     """
-    derived = _FAMILIES[name](args)
-    _check_sizes(args, derived)
-    return ModelSpec(
-        name=name,
-        flavor=flavor,
-        dim=args["dim"],
-        n_layers=args["n_layers"],
-        n_heads=args["n_heads"],
-        vocab_size=args["vocab_size"],
-        max_seq_len=args["max_seq_len"],
-        attention=args["attn_type"],
-        **derived,
-    )
+    try:
+        derived = _FAMILIES[name](args)
+        _check_sizes(args, derived)
+        spec = ModelSpec(
+            name=name,
+            flavor=flavor,
+            dim=args["dim"],
+            n_layers=args["n_layers"],
+            n_heads=args["n_heads"],
+            vocab_size=args["vocab_size"],
+            max_seq_len=args["max_seq_len"],
+            attention=args["attn_type"],
+            **derived,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(f"model: {first['loc'][-1]} comes to {first['input']}: {first['msg']}") from None
+    except OverflowError:
+        raise InputError("model: ffn_dim_multiplier makes the feed-forward infinitely large") from None
+    _check_bounds(spec.model_dump())
+    return spec
+
+
+def _check_bounds(sizes: Mapping[str, Any]) -> None:
+    """Typing errors of many digits would be taken for models, and take for ever."""
+    for name, value in sizes.items():
+        if isinstance(value, Mapping):
+            _check_bounds(value)
+        elif isinstance(value, int) and value > (limit := MAX_LAYERS if name == "n_layers" else MAX_SIZE):
+            raise InputError(f"model: {name} = {value} is beyond what is supported, {limit}")
 
 
 def _check_sizes(args: Args, derived: Mapping[str, Any]) -> None:

@@ -93,6 +93,11 @@ def plain(name: str) -> str:
     return name if name.isprintable() else json.dumps(name)
 
 
+def printable(text: str) -> str:
+    """The text with control characters as escapes: for comments of TOML and sbatch, and for terminals."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def show(value: Value) -> str:
     """A value on one line as a user would write it, shortened where it is long."""
     try:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from titan_tune.domain.base import FrozenModel
+from titan_tune.domain.calibration import MeasuredRates
+
+MAX_WORLD_SIZE = 131_072
+"""Ranks that commands accept: above the largest training jobs known, and few enough to enumerate layouts."""
 
 
 class GpuSpec(FrozenModel):
@@ -30,6 +34,9 @@ class ClusterSpec(FrozenModel):
     gpu: GpuSpec
     num_nodes: PositiveInt = 1
     gpus_per_node: PositiveInt = 1
+    rates: MeasuredRates | None = Field(default=None, exclude=True)
+    """What ``calibrate`` measured of this GPU. Predictions depend on it, measurements do not: it is no part of what
+    a study records."""
 
     @property
     def world_size(self) -> int:

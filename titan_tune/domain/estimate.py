@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -45,7 +45,7 @@ class MemoryEstimate:
     """Peak memory of the worst rank, bytes, with an interval from measured residuals."""
 
     method: str
-    stages: tuple[StageMemory, ...]
+    stages: Sequence[StageMemory]
     worst_stage: int
     active_bytes: float
     active_interval: tuple[float, float]

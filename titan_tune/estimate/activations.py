@@ -35,7 +35,7 @@ def _saved_autocast(s: Shapes, mode: Recompute, is_moe: bool) -> float:
         return residual + _saved_by_policy(s, 2, log_sum_exp, is_moe)
     fp32 = s.residual_bytes == 4
     kept = 2 * attention.kept_split * tokens + log_sum_exp + _reciprocals(s) + _sink_bytes(s)
-    kept += _inner_norm_bytes(s) if fp32 and not s.compile_block else 2 * attention.kept_whole * tokens
+    kept += inner_norm_bytes(s) if fp32 and not s.compile_block else 2 * attention.kept_whole * tokens
     if fp32:
         kept += 2 * attention.rope_cast * s.seq_full
     weights = saved_weight_bytes(s, mode, is_moe)
@@ -55,7 +55,7 @@ def _saved_autocast(s: Shapes, mode: Recompute, is_moe: bool) -> float:
     return 2 * residual + norm_copies + kept + ffn + weights
 
 
-def _inner_norm_bytes(s: Shapes) -> float:
+def inner_norm_bytes(s: Shapes) -> float:
     """Norms of queries, keys and latents under autocast: input and normalised input in fp32."""
     attention, tokens = s.attention, s.tokens
     heads = 6.0 * attention.query_key if attention.norms_split else 0.0

@@ -48,13 +48,21 @@ class Answer:
     method: str = METHOD
     traces: tuple[TraceResult, ...] = ()
     accounting: Accounting | None = None
+    dry_run: Mapping[str, Any] | None = None
+    """What a dry run says of each rank, as in the details of its outcome."""
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the memory figures take for granted, one sentence each."""
+        """What the figures take for granted, one sentence each."""
         if self.memory is None:
             return ()
-        return self.memory.assumptions if self.traces else (*FORMULA_ASSUMPTIONS, *self.memory.assumptions)
+        if self.dry_run is not None:
+            return self.memory.assumptions
+        rates = self.settings.cluster.rates
+        speeds = () if rates is None else (f"speeds: {rates.source}",)
+        if self.traces:
+            return (*self.memory.assumptions, *speeds)
+        return (*FORMULA_ASSUMPTIONS, *self.memory.assumptions, *speeds)
 
 
 def answer(
@@ -130,6 +138,8 @@ def answer_json(result: Answer) -> dict[str, Any]:
     }
     if result.traces:
         tail["traces"] = [_trace_json(trace) for trace in result.traces]
+    if result.dry_run is not None:
+        tail["dry_run"] = dict(result.dry_run)
     if result.accounting is not None:
         tail["accounting"] = accounting_json(result.accounting)
     return head | _memory_json(result.memory) | tail

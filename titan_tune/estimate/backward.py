@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from titan_tune.estimate.activations import (
     attention_kept_bytes,
+    inner_norm_bytes,
     ring_attention_bytes,
     saved_block_bytes,
 )
@@ -22,6 +23,11 @@ def working_set(s: Shapes) -> tuple[float, float]:
     if s.math_attention:
         return _math_working_set(s)
     need = _fused_working_set(s)
+    if s.path is not ParamPath.AUTOCAST and not s.flex_attention and s.cp == 1:
+        mode = Recompute.FULL if s.recompute is Recompute.EVERY else s.recompute
+        behind = s.compute_bytes * (3 * s.dim * s.ffn + s.dim * s.attention.output) / s.tp  # w1 ... w3, wo
+        held = _held_in_attention(s, s.compute_bytes * s.tokens * s.dim, is_moe=False)
+        need = max(need, held + behind - saved_block_bytes(s, mode))
     if s.cp > 1:
         mode = Recompute.FULL if s.recompute is Recompute.EVERY else s.recompute
         held = saved_block_bytes(s, Recompute.FULL) + attention_kept_bytes(s)
@@ -66,9 +72,14 @@ def _fused_working_set(s: Shapes) -> float:
 
 
 def _math_working_set(s: Shapes) -> tuple[float, float]:
-    """MATH attention: fp32 score matrices. Recomputed op by op, the scores, the masked ones, their
-    softmax and its copy without empty rows are there at once (H200: 3 % more than two matrices)."""
-    if not s.compile_block and s.recompute is not Recompute.NONE:
+    """MATH attention: fp32 score matrices. Eager, the backward of softmax has four: its result, two
+    gradients, and their product inside the kernel (H200: 3 % more than two); without AC the result is among
+    what the block saved, and what its feed-forward saved is gone."""
+    if not s.compile_block and s.recompute is Recompute.NONE:
+        feed_forward = _eager_working_set(s)
+        softmax = 3 * s.score_bytes - s.compute_bytes * s.tokens * (4 * s.ffn / s.tp + s.dim)
+        return (0.0, softmax) if softmax > feed_forward else (feed_forward, 0.0)
+    if not s.compile_block:
         mask = float(s.seq_local**2)
         return mask + s.compute_bytes * s.tokens * s.kv_dim / s.tp, 4 * s.score_bytes
     rest = 4 * s.tokens * (2 * s.dim + 5 * s.attn_dim / s.tp)
@@ -111,6 +122,8 @@ def experts_backward(s: Shapes, mode: Recompute) -> tuple[ExpertsBackward, ...]:
         _experts_entered(s, s.moe, wide) if mode is Recompute.NONE else _experts_recomputed(s, s.moe, wide)
     )
     moments: tuple[ExpertsBackward, ...] = (_experts_gradient(s, s.moe, held, wide), first)
+    if not (s.flex_attention or s.math_attention or s.cp > 1):
+        moments = (*moments, _attention_gradient(s, s.moe, wide))
     if s.cp > 1:
         weights = s.compute_bytes * (s.moe.expert_params + s.moe.rest_split / s.tp)
         moments = (*moments, ExpertsBackward(held + _ring_backward_bytes(s) - wide, weights))
@@ -127,6 +140,33 @@ def _experts_gradient(s: Shapes, moe: Moe, held: float, wide: float) -> ExpertsB
         held += 2 * s.gathered_params(True)  # casts of the weights
         gradients += s.compute_bytes * moe.expert_params * 2 / 3  # two of three are cast to fp32 by then
     return ExpertsBackward(held + rows + (wide if moe.shared_hidden else 0.0), gradients)
+
+
+def _attention_gradient(s: Shapes, moe: Moe, wide: float) -> ExpertsBackward:
+    """Backward of the block's attention, when all gradients of the experts are there."""
+    attention = s.attention
+    held = _held_in_attention(s, wide, is_moe=True)
+    of_gradient = s.param_bytes if s.path is ParamPath.AUTOCAST else s.compute_bytes
+    gradients = of_gradient * (moe.expert_params + moe.rest_split / s.tp)
+    if s.path is ParamPath.AUTOCAST and s.param_bytes == FP32_BYTES:
+        held += s.compute_bytes * (attention.params_split + attention.params_whole)  # casts of the weights
+        if not s.compile_block:  # each linear that reads the norm output casts its own copy
+            held += inner_norm_bytes(s) - s.compute_bytes * s.tokens * attention.kept_whole
+            held += wide * (1 if attention.kept_whole else 2)
+    return ExpertsBackward(held, gradients)
+
+
+def _held_in_attention(s: Shapes, wide: float, *, is_moe: bool) -> float:
+    """The attention half of a block at its kernel's backward: gradients of its output and its three inputs, and
+    cuDNN's workspace, the query's gradient in fp32 and a sum of each row (H200, to 0.02 MiB)."""
+    attention, per_rank = s.attention, s.tokens / s.tp
+    query, value = s.attn_dim, attention.query_key - s.attn_dim
+    if attention.latents:
+        query, value = attention.query_key // 2, attention.output
+    held = saved_block_bytes(s, Recompute.FULL, is_moe) + attention_kept_bytes(s) + wide
+    gradients = s.compute_bytes * (attention.output + attention.query_key + value)
+    held += per_rank * (gradients + FP32_BYTES * s.heads)
+    return held + per_rank * FP32_BYTES * (query + s.heads)
 
 
 def _experts_recomputed(s: Shapes, moe: Moe, wide: float) -> ExpertsBackward:

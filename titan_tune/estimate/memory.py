@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple, overload
 
 from titan_tune.domain.estimate import MemoryEstimate, Phase, StageMemory
 from titan_tune.domain.settings import Settings
 from titan_tune.estimate.items import by_component
 from titan_tune.estimate.parameters import ParamPath, Shapes, shapes_of
 from titan_tune.estimate.phases import phases_of
-from titan_tune.estimate.pipeline import pipeline_phases
+from titan_tune.estimate.pipeline import PipelineMemory
 from titan_tune.estimate.reserved import CUDA_GRAPH_POOL, outside_bytes, reserved_bytes, uses_cuda_graphs
 from titan_tune.estimate.verdict import Margin, relative_margins, verdict_of
 from titan_tune.units import GIB, format_gib
@@ -29,30 +31,81 @@ def estimate_memory(settings: Settings) -> MemoryEstimate:
         InputError: when the pipeline cannot cut the model into its stages.
     """
     shapes = shapes_of(settings)
-    ranks = _ranks(settings, shapes)
     caches = not settings.cluster.gpu.is_cpu
     pools = 1 + CUDA_GRAPH_POOL if uses_cuda_graphs(settings) else 1.0
-    stages = tuple(_stage_memory(shapes, rank, phases, caches, pools) for rank, phases in enumerate(ranks))
-    worst = worst_of(stages)
+    stages: Sequence[StageMemory]
+    if shapes.pp > 1:
+        ranks = PipelineMemory(settings, shapes)
+        rank, phase, active, reserved = ranks.worst()
+        reserved = pools * reserved if caches else active
+        stages = LazyStages(
+            shapes.pp, lambda number: _stage_memory(shapes, number, ranks.phases(number), caches, pools)
+        )
+    else:
+        only = _stage_memory(shapes, 0, phases_of(shapes), caches, pools)
+        stages, rank, phase = (only,), 0, only.peak
+        active, reserved = only.active_bytes, only.reserved_bytes
     return estimate_of(
         METHOD,
         settings,
         stages,
-        margin=relative_margins(settings, shapes, worst.peak.name),
-        components=by_component(worst.peak.items),
+        Worst(rank, phase, active, reserved),
+        margin=relative_margins(settings, shapes, phase.name),
+        components=by_component(phase.items),
         assumptions=_assumptions(settings, shapes) if shapes.moe or shapes.tables == 1 else (),
     )
 
 
-def worst_of(stages: Sequence[StageMemory]) -> StageMemory:
-    """The stage whose active memory decides."""
-    return max(stages, key=lambda stage: stage.active_bytes)
+class LazyStages(Sequence[StageMemory]):
+    """The memory of every pipeline rank, computed when somebody looks: a search does not."""
+
+    def __init__(self, count: int, stage: Callable[[int], StageMemory]) -> None:
+        self._count = count
+        self._stage = stage
+
+    @cached_property
+    def _all(self) -> tuple[StageMemory, ...]:
+        return tuple(map(self._stage, range(self._count)))
+
+    @overload
+    def __getitem__(self, index: int) -> StageMemory: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[StageMemory]: ...
+    def __getitem__(self, index: int | slice) -> StageMemory | Sequence[StageMemory]:
+        return self._all[index]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __eq__(self, other: object) -> bool:
+        return self._all == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Worst(NamedTuple):
+    """Figures that decide, bytes."""
+
+    stage: int
+    peak: Phase
+    active_bytes: float
+    """Of that stage, the highest."""
+    reserved_bytes: float
+    """The highest of any stage."""
+
+
+def worst_of(stages: Sequence[StageMemory]) -> Worst:
+    """The stage whose active memory decides, the first of equals, and the most that any stage reserves."""
+    worst = max(stages, key=lambda stage: stage.active_bytes)
+    reserved = max(stage.reserved_bytes for stage in stages)
+    return Worst(worst.stage, worst.peak, worst.active_bytes, reserved)
 
 
 def estimate_of(
     method: str,
     settings: Settings,
-    stages: tuple[StageMemory, ...],
+    stages: Sequence[StageMemory],
+    worst: Worst,
     *,
     margin: Margin,
     components: Mapping[str, float],
@@ -62,9 +115,7 @@ def estimate_of(
 
     ``margin`` is how far below and above the figure the truth may lie, as shares of it.
     """
-    worst = worst_of(stages)
-    reserved = max(stage.reserved_bytes for stage in stages)
-    active, outside = worst.active_bytes, outside_bytes(settings)
+    active, reserved, outside = worst.active_bytes, worst.reserved_bytes, outside_bytes(settings)
     below, above = margin
     interval = (active * (1 - below), active * (1 + above))
     capacity = settings.cluster.gpu.memory_gib * GIB
@@ -84,9 +135,11 @@ def estimate_of(
     )
 
 
-def _ranks(settings: Settings, shapes: Shapes) -> tuple[tuple[Phase, ...], ...]:
-    """The phases of every pipeline rank, one where there is no pipeline."""
-    return pipeline_phases(settings, shapes) if shapes.pp > 1 else (phases_of(shapes),)
+def _active_bytes(settings: Settings, shapes: Shapes) -> float:
+    """Peak of the worst rank."""
+    if shapes.pp > 1:
+        return PipelineMemory(settings, shapes).worst().active_bytes
+    return max(phase.total_bytes for phase in phases_of(shapes))
 
 
 def _assumptions(settings: Settings, shapes: Shapes) -> tuple[str, ...]:
@@ -97,8 +150,7 @@ def _assumptions(settings: Settings, shapes: Shapes) -> tuple[str, ...]:
         even = "tokens are routed evenly: every expert gets the same number"
         if moe.own_group:
             everything = moe._replace(rows=moe.rows * moe.expert_parallel)
-            ranks = _ranks(settings, shapes._replace(moe=everything))
-            worst = max(phase.total_bytes for phases in ranks for phase in phases)
+            worst = _active_bytes(settings, shapes._replace(moe=everything))
             even += f"; were all sent to one rank's experts, it would hold {format_gib(worst)} active"
         else:
             even += " (without expert parallelism memory does not depend on it)"

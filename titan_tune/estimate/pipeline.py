@@ -4,143 +4,139 @@ PP alone was held against H200 runs (1F1B, torch 2.11); PP with FSDP or TP follo
 ``torch.distributed.pipelining`` and was not measured. FSDP under PP keeps weights gathered
 (``reshard_after_forward`` default) and accumulates unsharded fp32 gradients until the last
 microbatch.
+
+A search asks for the worst rank only, so ranks between the ends are bounded first and computed where
+the bound is not enough (:meth:`PipelineMemory.worst`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from titan_tune.domain.estimate import Phase
-from titan_tune.domain.settings import Pipeline, Settings
-from titan_tune.errors import InputError
-from titan_tune.estimate.activations import saved_block_bytes, saved_blocks
+from titan_tune.domain.settings import Settings
+from titan_tune.estimate.activations import saved_block_bytes, saved_by_depth
 from titan_tune.estimate.backward import experts_backward, working_set
-from titan_tune.estimate.parameters import NotCoveredError, ParamPath, Recompute, Shapes
+from titan_tune.estimate.parameters import ParamPath, Recompute, Shapes
 from titan_tune.estimate.phases import (
     ADAM_MOMENTS,
     embedding_scratch_bytes,
     loss_bytes,
     sharded_state,
-    tail_bytes,
 )
+from titan_tune.estimate.reserved import logits_hole_bytes, pool_bytes, pools_of
 from titan_tune.estimate.schedule import (
     INPUT,
-    SINGLE_STAGE_SCHEDULES,
     WEIGHT,
+    ZERO_BUBBLE_SCHEDULES,
     Moment,
     moments,
     stages_of_rank,
 )
+from titan_tune.estimate.stages import (
+    REDUCE_BYTES,
+    Split,
+    Stage,
+    StageKey,
+    local_logits,
+    saved_by_loss,
+    split_model,
+    stage_layers,
+    stage_of,
+)
 
-WEIGHT_HALF_RECOMPUTATIONS = 6
-"""Of the seven linears of a block, all but the first still hold what they recomputed (torch 2.13)."""
-REDUCE_BYTES = 4
-"""``mixed_precision_reduce``: torchtitan 0.2.2 allows float32 only."""
+__all__ = ["PipelineMemory", "RankPeak", "split_model", "stage_layers"]
+
+_ROUNDING = 1 + 1e-9
+"""Above what sums of the same numbers in another order can differ by."""
 
 
-class Split(NamedTuple):
-    """How a pipeline cuts the model: blocks of each stage, stages of each rank."""
+class _RankPlan(NamedTuple):
+    """What a rank runs, whatever the sizes are."""
 
-    layers: tuple[int, ...]
-    stages_per_rank: int
+    stages: tuple[StageKey, ...]
+    backwards: tuple[Moment, ...]
 
 
-def split_model(pipeline: Pipeline, *, pp: int, num_layers: int) -> Split:
-    """torchtitan's stage split (``pipeline_llm``).
+_Counts = tuple[tuple[int, ...], tuple[int, ...], tuple[int]]
+"""Microbatches in flight and pending, per local stage; input gradients kept."""
 
-    Raises:
-        NotCoveredError: when the job names the modules of each stage itself.
-        InputError: when the model cannot be cut so; torchtitan refuses it as well.
-    """
-    if pipeline.explicit_split:
-        raise NotCoveredError(
-            "parallelism.module_fqns_per_model_part (or a schedule CSV) is set: the formula covers "
-            "torchtitan's own stage split only"
+
+class _Between(NamedTuple):
+    """Ranks with neither the first nor the last stage, and what none of them exceeds."""
+
+    stages: tuple[StageKey, ...]
+    held: tuple[_Counts, ...]
+    """At each moment that no other dominates."""
+    rank: int | None
+    """The rank where it is one; else they are in ``parts``."""
+    parts: tuple[_Between, ...]
+
+
+class _Plan(NamedTuple):
+    ranks: tuple[_RankPlan, ...]
+    ends: tuple[int, ...]
+    """Ranks that have the first or the last stage."""
+    between: tuple[_Between, ...]
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    schedule: str, pp: int, split: Split, microbatches: int, overlap: bool, by_layer: bool, counted: bool
+) -> _Plan:
+    """``overlap``: of DualPipeV's forwards and backwards; ``by_layer``: stages of the same length differ by their place in the model; ``counted``: by how many
+    blocks their rank has before them."""
+    ranks = tuple(
+        _RankPlan(
+            _stage_keys(schedule, rank, pp, split, by_layer, counted),
+            moments(schedule, rank, pp, split.stages_per_rank, microbatches, overlap),
         )
-    single = pipeline.schedule.lower() in SINGLE_STAGE_SCHEDULES
-    weights = pipeline.first_stage_less_layers + pipeline.last_stage_less_layers
-    if pipeline.layers_per_stage is None:
-        num_stages = pp if single else 2 * pp
-    else:
-        num_stages = math.ceil((num_layers + weights) / pipeline.layers_per_stage)
-    if num_stages % pp:
-        raise InputError(
-            f"parallelism.pipeline_parallel_layers_per_stage = {pipeline.layers_per_stage}: gives {num_stages} "
-            f"stages, which {pp} pipeline ranks do not divide"
-        )
-    layers = stage_layers(
-        num_layers, num_stages, pipeline.first_stage_less_layers, pipeline.last_stage_less_layers
+        for rank in range(pp)
     )
-    return Split(layers, num_stages // pp)
+    ends = tuple(r for r, plan in enumerate(ranks) if any(k.is_first or k.is_last for k in plan.stages))
+    groups: dict[tuple[StageKey, ...], list[_Between]] = {}
+    for rank, plan in enumerate(ranks):
+        if rank not in ends:
+            held = _undominated((m.in_flight, m.pending, (m.kept_gradients,)) for m in plan.backwards)
+            groups.setdefault(plan.stages, []).append(_Between(plan.stages, held, rank, ()))
+    between = tuple(_together(keys, members) for keys, members in groups.items())
+    if groups and not by_layer and not counted:  # a longer stage holds more in every respect
+        longest = tuple(max(column) for column in zip(*groups, strict=True))
+        between = (_together(longest, between),)
+    return _Plan(ranks, ends, between)
 
 
-@lru_cache(maxsize=1024)
-def stage_layers(num_layers: int, num_stages: int, input_weight: int, output_weight: int) -> tuple[int, ...]:
-    """Blocks of each stage, as torchtitan's ``generate_llm_fqn_per_model_part`` deals them out."""
-    if num_stages == 1:
-        return (num_layers,)
-    per_stage, extra = divmod(num_layers + input_weight + output_weight, num_stages)
-    if per_stage < max(1, input_weight, output_weight):
-        raise InputError(
-            f"parallelism.pipeline_parallel_degree: {num_layers} layers do not fill {num_stages} stages "
-            f"(at least {max(1, input_weight, output_weight)} a stage)"
-        )
-    shares = [per_stage + (stage < extra) for stage in range(num_stages)]
-    shares[0] -= input_weight
-    shares[-1] -= output_weight
-    return tuple(shares)
+def _together(stages: tuple[StageKey, ...], parts: Sequence[_Between]) -> _Between:
+    if len(parts) == 1:
+        return parts[0]
+    held = _undominated(counts for part in parts for counts in part.held)
+    return _Between(stages, held, None, tuple(parts))
 
 
-class _Stage(NamedTuple):
-    """One stage on its rank; sizes in bytes."""
+def _undominated(held: Iterable[_Counts]) -> tuple[_Counts, ...]:
+    every = sorted(set(held))
 
-    is_first: bool
-    is_last: bool
-    params: float
-    """Parameters on one TP rank, not sharded."""
-    stored_bytes: float
-    """What this rank stores of them; their gradients and each Adam moment take the same."""
-    activations: float
-    """Of one microbatch in flight, logits and loss left out."""
-    scores: float
-    logits: float
-    """Logits and what the loss saved, of one microbatch."""
-    gradient_bytes: float
-    """Of its accumulated gradients."""
-    retained: float
-    """What one microbatch keeps between the two halves of a split backward, beyond ``activations``."""
-    recomputed: float
-    """What the weight half of a split backward holds beyond that."""
+    def dominates(a: _Counts, b: _Counts) -> bool:
+        return a != b and all(x >= y for x, y in zip(a[0] + a[1] + a[2], b[0] + b[1] + b[2], strict=True))
+
+    return tuple(counts for counts in every if not any(dominates(other, counts) for other in every))
 
 
-class _Held(NamedTuple):
-    """What a rank holds before a backward, bytes, and whether the stage has gradients already."""
-
-    activations: float
-    scores: float
-    logits: float
-    gradients: float
-    accumulated: bool
-
-
-class _Delta(NamedTuple):
-    """What a moment of a backward adds to that, bytes."""
-
-    activations: float = 0.0
-    scores: float = 0.0
-    logits: float = 0.0
-    gradients: float = 0.0
-    new_gradients: float = 0.0
-    dout: float = 0.0
-    working_set: float = 0.0
-    scores_backward: float = 0.0
-    embedding_scratch: float = 0.0
+def _stage_keys(
+    schedule: str, rank: int, pp: int, split: Split, by_layer: bool, counted: bool
+) -> tuple[StageKey, ...]:
+    keys, built, last = [], 0, len(split.layers) - 1
+    for number in stages_of_rank(schedule, rank, pp, split.stages_per_rank):
+        num_layers = split.layers[number]
+        first = sum(split.layers[:number]) if by_layer else 0
+        keys.append(StageKey(num_layers, number == 0, number == last, first, built if counted else 0))
+        built += num_layers
+    return tuple(keys)
 
 
-class _BackwardCosts(NamedTuple):
+class _Costs(NamedTuple):
     """Sizes that every backward of a job shares, bytes."""
 
     working_set: float
@@ -158,27 +154,18 @@ class _BackwardCosts(NamedTuple):
     embedding_scratch: float
 
 
-def _local_logits(s: Shapes) -> float:
-    return s.tokens * s.vocab / (s.tp if s.loss_parallel else 1)
-
-
-def _saved_by_loss(s: Shapes) -> float:
-    """fp32 log-probabilities: eager and loss-parallel loss keep them from forward to backward."""
-    return 4 * _local_logits(s) if s.loss_parallel or not s.compile_loss else 0.0
-
-
-def _backward_costs(s: Shapes) -> _BackwardCosts:
+def _costs(s: Shapes) -> _Costs:
     working, scores = working_set(s)
     if s.moe is not None:  # what a block's backward holds beyond what it saved
         mode = Recompute.NONE if s.recompute is Recompute.EVERY else s.recompute
         peak = max(m.contents + m.gradients for m in experts_backward(s, mode))
         working = max(working, peak - saved_block_bytes(s, mode, True))
-    return _BackwardCosts(
+    return _Costs(
         working_set=working,
         scores_backward=scores,
         loss=loss_bytes(s, logits_held=True),
-        logits=s.compute_bytes * _local_logits(s),
-        saved_by_loss=_saved_by_loss(s),
+        logits=s.compute_bytes * local_logits(s),
+        saved_by_loss=saved_by_loss(s),
         hidden=s.residual_stream_bytes,
         norm_output=s.compute_bytes * s.tokens * s.dim,
         table=s.compute_bytes * s.embedding_shard_params,
@@ -187,212 +174,315 @@ def _backward_costs(s: Shapes) -> _BackwardCosts:
     )
 
 
-def pipeline_phases(settings: Settings, shapes: Shapes) -> tuple[tuple[Phase, ...], ...]:
-    """The phases of every pipeline rank, first to last."""
-    pipeline = settings.pipeline
-    split = split_model(pipeline, pp=shapes.pp, num_layers=shapes.layers)
-    microbatches = max(1, settings.local_batch_size // pipeline.microbatch_size)
-    costs = _backward_costs(shapes)
-    alike: dict[_Key, _Stage] = {}
-    ranks = []
-    for rank in range(shapes.pp):
-        stages = _stages_of_rank(shapes, split, pipeline.schedule, rank, alike)
-        backwards = moments(pipeline.schedule, rank, shapes.pp, split.stages_per_rank, microbatches)
-        ranks.append(_rank_phases(shapes, stages, backwards, microbatches, costs))
-    return tuple(ranks)
+_Row = tuple[float, float, float, float, float, float, float, float, float]
+"""What one moment of a backward adds to what its rank always holds, bytes, in the order of ``_ROW_ITEMS``."""
+_ROW_ITEMS = (
+    "activations",
+    "attention_scores",
+    "logits_loss",
+    "unsharded_gradients",
+    "new_gradients",
+    "residual_gradient",
+    "working_set",
+    "attention_scores_backward",
+    "embedding_scratch",
+)
+_NEW_GRADIENTS = _ROW_ITEMS.index("new_gradients")
+
+_Held = tuple[float, float, float, float]
+"""Activations, attention scores, logits and gradients that a rank holds before a backward, bytes."""
 
 
-_Key = tuple[int, bool, bool, int, int]
-
-
-def _stages_of_rank(
-    s: Shapes, split: Split, schedule: str, rank: int, alike: dict[_Key, _Stage]
-) -> list[_Stage]:
-    """The rank's stages; ``alike`` remembers those that other ranks have as well."""
-    stages, built, last = [], 0, len(split.layers) - 1
-    for number in stages_of_rank(schedule, rank, s.pp, split.stages_per_rank):
-        num_layers = split.layers[number]
-        counted = built if s.recompute is Recompute.EVERY else 0
-        first = 0 if s.moe is None else sum(split.layers[:number])
-        key = (num_layers, number == 0, number == last, first, counted)
-        if key not in alike:
-            alike[key] = _stage(s, *key)
-        stages.append(alike[key])
-        built += num_layers
-    return stages
-
-
-def _stage(s: Shapes, num_layers: int, is_first: bool, is_last: bool, first: int, counted: int) -> _Stage:
-    ends = (is_first + is_last) * s.embedding_shard_params + (s.dim if is_last else 0)
-    params = s.gathered_blocks(first, first + num_layers) + ends
-    stored = (
-        s.block_param_bytes * s.stored_blocks(first, first + num_layers) + s.param_bytes * ends / s.shards
-    )
-    activations, scores = saved_blocks(s, num_layers, first, counted)
-    if not is_first and num_layers:  # the first block's input is the receive buffer
-        activations -= s.residual_stream_bytes
-    logits = 0.0
-    if is_last:
-        activations += tail_bytes(s)
-        logits = _local_logits(s) * s.compute_bytes + _saved_by_loss(s)
-    else:
-        activations += s.residual_stream_bytes  # stage output, kept for its backward
-    if s.path is ParamPath.FSDP:
-        gradients = REDUCE_BYTES * params
-    else:  # TP: the embedding's gradient keeps full-vocabulary storage
-        beyond_shard = s.vocab * s.dim * (1 - 1 / s.tp) if is_first else 0.0
-        gradients = s.param_bytes * (params + beyond_shard)
-    retained = recomputed = 0.0
-    if not is_first:  # torch skips the input half on the first stage
-        retained = num_layers * s.residual_stream_bytes
-        routed = s.num_moe_layers(first, first + num_layers)
-        recomputed = (num_layers - routed) * _recomputed_for_weights(s, False)
-        recomputed += routed * _recomputed_for_weights(s, True) if routed else 0.0
-    return _Stage(
-        is_first, is_last, params, stored, activations, scores, logits, gradients, retained, recomputed
-    )
-
-
-def _recomputed_for_weights(s: Shapes, is_moe: bool) -> float:
-    """What one checkpointed block holds in the weight half of a split backward. torch runs it once per
-    weight, and a checkpoint recomputes once per run: so many copies are there at the end (traced)."""
-    if s.recompute is Recompute.NONE:
-        return 0.0
-    share = 1.0
-    mode = s.recompute
-    if mode is Recompute.EVERY:
-        mode, share = Recompute.FULL, 1 / s.every
-    none, saved = (saved_block_bytes(s, kept, is_moe) for kept in (Recompute.NONE, mode))
-    copies = WEIGHT_HALF_RECOMPUTATIONS * max(0.0, none - saved)
-    return share * (copies + s.compute_bytes * s.gathered_params(is_moe))
-
-
-def _rank_phases(
-    s: Shapes,
-    stages: list[_Stage],
-    backwards: tuple[Moment, ...],
-    microbatches: int,
-    costs: _BackwardCosts,
-) -> tuple[Phase, ...]:
-    base = _always_held(s, stages, microbatches)
-    best: dict[str, tuple[float, _Held, _Delta]] = {}
-    for moment in backwards:
-        stage, held = _held_at(s, stages, moment)
-        for name, delta in _backward_phases(moment.kind, stage, held, costs):
-            total = sum(held[:4]) + sum(delta)
-            if name not in best or total > best[name][0]:
-                best[name] = total, held, delta
-    return (
-        *(_phase(name, base, held, delta) for name, (_, held, delta) in best.items()),
-        *_step_phases(s, stages, base),
-    )
-
-
-def _always_held(s: Shapes, stages: list[_Stage], microbatches: int) -> dict[str, float]:
-    """States, gathered weights, and receive buffers of all microbatches (allocated once)."""
-    params, stored = sum(stage.params for stage in stages), sum(stage.stored_bytes for stage in stages)
-    if s.path is ParamPath.FSDP:
-        base = sharded_state(s, stored)
-        base["gathered_kept"] = s.compute_bytes * params
-        if s.accumulates and not s.offload:
-            base["gradients"] = stored
-    else:
-        base = {
-            "parameters": stored,
-            "optimizer": ADAM_MOMENTS * stored,
-            "framework": s.framework_bytes,
-        }
-    neighbours = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
-    base["receive_buffers"] = microbatches * s.residual_stream_bytes * neighbours
-    base["framework"] += (len(stages) - 1) * s.attention.rope_bytes * s.seq_full  # a RoPE table a stage
-    return base
-
-
-def _held_at(s: Shapes, stages: list[_Stage], moment: Moment) -> tuple[_Stage, _Held]:
-    """The stage that runs a backward, and what its rank holds just before."""
-    plain_accumulates = s.accumulates and s.path is not ParamPath.FSDP
-    activations = scores = logits = gradients = 0.0
-    for stage, in_flight, pending, done in zip(
-        stages, moment.in_flight, moment.pending, moment.accumulated, strict=True
-    ):
-        activations += in_flight * stage.activations + pending * stage.retained
+def _held_at(stages: list[Stage], moment: Moment, k: _Costs, held_always: Accumulation) -> _Held:
+    """What the rank holds besides the states; ``held_always`` says what its gradients are."""
+    activations, scores, gradients = moment.kept_gradients * k.hidden, 0.0, 0.0
+    logits = moment.kept_outputs * k.logits
+    position = moment.position
+    for number, stage in enumerate(stages):
+        in_flight, pending = moment.in_flight[number], moment.pending[number]
+        activations += in_flight * stage.activations + pending * stage.halves.retained
         scores += in_flight * stage.scores
-        logits += in_flight * stage.logits
-        if done or plain_accumulates:
+        logits += (in_flight - pending) * stage.logits + pending * stage.retained_logits
+        if held_always.is_sharded and moment.reduced[number]:
+            gradients += held_always.shards * stage.stored_bytes - stage.compute_params_bytes
+            continue
+        is_late = moment.late[number]
+        if moment.accumulated[number] or held_always.plain or (is_late and not held_always.is_sharded):
             gradients += stage.gradient_bytes
-    running = stages[moment.position]
-    accumulated = plain_accumulates or moment.accumulated[moment.position]
-    if accumulated and not running.is_first:  # the previous input gradient is still being sent
-        activations += s.residual_stream_bytes
-    return running, _Held(activations, scores, logits, gradients, accumulated)
+        if is_late and held_always.is_sharded:
+            gradients += stage.compute_params_bytes
+    is_sending = moment.kind == BACKWARD and (held_always.plain or moment.accumulated[position])
+    if is_sending and not stages[position].is_first:
+        activations += k.hidden  # the previous input gradient is still being sent
+    return activations, scores, logits, gradients
 
 
-def _backward_phases(
-    kind: str, stage: _Stage, held: _Held, k: _BackwardCosts
-) -> Iterator[tuple[str, _Delta]]:
-    """What one backward can peak at, as differences from what is held before it."""
-    if kind == WEIGHT and not stage.is_first:
-        yield "weight_backward", _Delta(working_set=stage.recomputed)
-        return
-    if kind == INPUT and stage.is_first:
-        return
-    block = _Delta(working_set=k.working_set, scores_backward=k.scores_backward)
-    table = k.table if held.accumulated else 0.0  # a second gradient beside the accumulated one
+def _rows_of(
+    moment: Moment, stage: Stage, held: _Held, held_always: Accumulation, k: _Costs
+) -> list[tuple[str, _Row]]:
+    """What one backward of a stage can peak at."""
+    kind, is_late = moment.kind, moment.late[moment.position]
+    accumulated = held_always.plain or moment.accumulated[moment.position]
+    if not stage.is_first and kind != BACKWARD:
+        if kind == WEIGHT:
+            return [_weight_half(stage, held, is_late or (accumulated and not held_always.is_sharded))]
+        return _input_half(stage, held, is_late and held_always.is_sharded, accumulated, k)
+    if kind == INPUT:
+        return []
+    activations, scores, logits, gradients = held
+    working, scores_backward = k.working_set, k.scores_backward
+    if not stage.is_first and not stage.is_last:
+        row = (activations, scores, logits, gradients, 0.0, 0.0, working, scores_backward, 0.0)
+        return [("block_backward", row)]
+    rows: list[tuple[str, _Row]] = []
+    table = k.table if accumulated else 0.0  # a second gradient beside the accumulated one
+    before, in_block, of_block, gradient = activations, logits, gradients, 0.0
     if stage.is_last:
-        yield "loss_backward", _Delta(logits=k.loss - stage.logits)
-        yield (
-            "output_weight_gradient",
-            _Delta(logits=k.logits - k.saved_by_loss, new_gradients=table, dout=k.hidden),
+        rows.append(_at_loss(stage, held, k))
+        after = logits + (k.logits - k.saved_by_loss)
+        rows.append(
+            (
+                "output_weight_gradient",
+                (activations, scores, after, gradients, table, k.hidden, 0.0, 0.0, 0.0),
+            )
         )
-        block = block._replace(
-            activations=-k.norm_output,
-            logits=-k.saved_by_loss,
-            gradients=0.0 if held.accumulated else k.table,
-            dout=k.hidden,
-        )
-    yield "block_backward", block
-    if stage.is_first:
-        yield (
-            "embedding_backward",
-            _Delta(
-                activations=-stage.activations,
-                scores=-stage.scores,
-                logits=-stage.logits,
-                new_gradients=table + k.embedding_full,
-                dout=k.hidden,
-                embedding_scratch=k.embedding_scratch,
-            ),
-        )
-
-
-def _phase(name: str, base: dict[str, float], held: _Held, delta: _Delta) -> Phase:
-    items = base | {
-        "activations": held.activations + delta.activations,
-        "attention_scores": held.scores + delta.scores,
-        "logits_loss": held.logits + delta.logits,
-        "unsharded_gradients": held.gradients + delta.gradients,
-        "new_gradients": delta.new_gradients,
-        "residual_gradient": delta.dout,
-        "working_set": delta.working_set,
-        "attention_scores_backward": delta.scores_backward,
-        "embedding_scratch": delta.embedding_scratch,
-    }
-    return Phase(name, items)
-
-
-def _step_phases(s: Shapes, stages: list[_Stage], base: dict[str, float]) -> tuple[Phase, ...]:
-    params, stored = sum(stage.params for stage in stages), sum(stage.stored_bytes for stage in stages)
-    if s.path is not ParamPath.FSDP:
-        return (Phase("optimizer", base | {"gradients": sum(stage.gradient_bytes for stage in stages)}),)
-    has_table = any(stage.is_first or stage.is_last for stage in stages)
-    block = s.gathered_params(s.is_moe(s.layers - 1))
-    largest = max(block, s.embedding_shard_params if has_table else 0.0)
-    scatter = {
-        "unsharded_gradients": REDUCE_BYTES * params,
-        "reduce_scatter_input": REDUCE_BYTES * largest,
-    }
-    gradients = 0.0 if s.offload else stored
-    return (
-        Phase("gradient_reduce_scatter", base | scatter),
-        Phase("optimizer", base | {"gradients": gradients}),
+        before, in_block = activations - k.norm_output, logits - k.saved_by_loss
+        of_block, gradient = gradients + (0.0 if accumulated else k.table), k.hidden
+    rows.append(
+        ("block_backward", (before, scores, in_block, of_block, 0.0, gradient, working, scores_backward, 0.0))
     )
+    if stage.is_first:
+        row = (
+            activations - stage.activations,
+            scores - stage.scores,
+            logits - stage.logits,
+            gradients,
+            table + k.embedding_full,
+            k.hidden,
+            0.0,
+            0.0,
+            k.embedding_scratch,
+        )
+        rows.append(("embedding_backward", row))
+    return rows
+
+
+def _at_loss(stage: Stage, held: _Held, k: _Costs) -> tuple[str, _Row]:
+    activations, scores, logits, gradients = held
+    row = (activations, scores, logits + (k.loss - stage.logits), gradients, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return "loss_backward", row
+
+
+def _weight_half(stage: Stage, held: _Held, has_gradients: bool) -> tuple[str, _Row]:
+    new = 0.0 if has_gradients else stage.halves.weight_gradients
+    row = (*held[:3], held[3] + new, 0.0, 0.0, stage.halves.weight_peak, 0.0, 0.0)
+    return "weight_backward", row
+
+
+def _input_half(
+    stage: Stage, held: _Held, joins: bool, accumulated: bool, k: _Costs
+) -> list[tuple[str, _Row]]:
+    """``joins``: as it goes, gradients of an earlier weight half are added to the accumulated ones."""
+    activations, scores, logits, gradients = held
+    rows = [_at_loss(stage, held, k)] if stage.is_last else []
+    kept, in_block = stage.halves.input_kept, logits
+    if stage.is_last:
+        kept += stage.halves.retained - stage.halves.input_kept - k.hidden
+        in_block += stage.retained_logits - stage.logits
+    if joins:
+        gradients -= stage.compute_params_bytes
+        gradients += 0.0 if accumulated else stage.gradient_bytes
+    working = kept + stage.halves.input_peak
+    row = (activations, scores, in_block, gradients, 0.0, 0.0, working, 0.0, 0.0)
+    return [*rows, ("block_backward", row)]
+
+
+class _Rank(NamedTuple):
+    """One rank with all its candidate peaks."""
+
+    base: dict[str, float]
+    """States, gathered weights, and receive buffers of all microbatches (allocated once)."""
+    rows: dict[str, _Row]
+    """The highest moment of each phase of a backward."""
+    step: tuple[tuple[str, dict[str, float]], ...]
+    """Phases after the last backward; items that are not in the base."""
+
+    def phases(self) -> tuple[Phase, ...]:
+        backwards = (Phase(name, self.base | _items(row)) for name, row in self.rows.items())
+        return (*backwards, *(Phase(name, self.base | items) for name, items in self.step))
+
+
+def _items(row: _Row) -> dict[str, float]:
+    return dict(zip(_ROW_ITEMS, row, strict=True))
+
+
+class RankPeak(NamedTuple):
+    """Peaks of one rank, bytes."""
+
+    rank: int
+    phase: Phase
+    active_bytes: float
+    reserved_bytes: float
+
+
+class PipelineMemory:
+    """The ranks of one job; each is computed when it is asked for."""
+
+    def __init__(self, settings: Settings, shapes: Shapes) -> None:
+        pipeline, self._shapes = settings.pipeline, shapes
+        self._split = split_model(pipeline, pp=shapes.pp, num_layers=shapes.layers)
+        self._microbatches = max(1, settings.local_batch_size // pipeline.microbatch_size)
+        self._plan = _plan(
+            pipeline.schedule,
+            shapes.pp,
+            self._split,
+            self._microbatches,
+            pipeline.ep_overlap,
+            shapes.moe is not None,
+            shapes.recompute is Recompute.EVERY,
+        )
+        self._splits_backward = pipeline.schedule.lower() in ZERO_BUBBLE_SCHEDULES
+        self._costs = _costs(shapes)
+        self._saved = saved_by_depth(shapes)
+        self._stages: dict[StageKey, Stage] = {}
+
+    def phases(self, rank: int) -> tuple[Phase, ...]:
+        """The candidate peaks of one rank."""
+        return self._rank(rank).phases()
+
+    def worst(self) -> RankPeak:
+        """The rank with the highest active peak, the first of equals; reserved is the most of any rank.
+
+        The ends are computed, and ranks between them only where their bound reaches beyond what is known.
+        """
+        found = [self._peak(rank) for rank in self._plan.ends]
+        active = max(peak.active_bytes for peak in found)
+        reserved = max(peak.reserved_bytes for peak in found)
+        waiting = list(self._plan.between)
+        while waiting:
+            between = waiting.pop()
+            bound = self._bound(between)
+            if bound[0] * _ROUNDING < active and bound[1] * _ROUNDING < reserved:
+                continue
+            if between.rank is None:
+                waiting += reversed(between.parts)
+                continue
+            peak = self._peak(between.rank)
+            found.append(peak)
+            active, reserved = max(active, peak.active_bytes), max(reserved, peak.reserved_bytes)
+        worst = max(found, key=lambda peak: (peak.active_bytes, -peak.rank))
+        return worst._replace(reserved_bytes=reserved)
+
+    def _peak(self, rank: int) -> RankPeak:
+        s, (base, rows, step) = self._shapes, self._rank(rank)
+        is_sharded, always = s.path is ParamPath.FSDP, sum(base.values())
+        gather, held_shards = pools_of(s, base)
+        name, active, main, shards = "", -1.0, 0.0, 0.0
+        for phase, row in rows.items():
+            total = sum(row, always)
+            if total > active:
+                name, active = phase, total
+            in_shards = held_shards + row[_NEW_GRADIENTS] if is_sharded else 0.0
+            in_main = total - gather - in_shards
+            if phase == "loss_backward":
+                in_main += logits_hole_bytes(s)
+            main, shards = max(main, in_main), max(shards, in_shards)
+        for phase, items in step:
+            total = sum(items.values(), always)
+            if total > active:
+                name, active = phase, total
+            in_shards = held_shards + items.get("gradients", 0.0) if is_sharded else 0.0
+            main, shards = max(main, total - gather - in_shards), max(shards, in_shards)
+        peak = Phase(name, base | (_items(rows[name]) if name in rows else dict(step)[name]))
+        return RankPeak(rank, peak, active, max(active, pool_bytes(s, main, gather, shards)))
+
+    def _bound(self, between: _Between) -> tuple[float, float]:
+        """Active and reserved bytes that none of these ranks exceeds."""
+        s, k = self._shapes, self._costs
+        stages = [self._stage(key) for key in between.stages]
+        params, stored = _totals(stages)
+        base = self._always_held(stages, params, stored)
+        most = 0.0
+        for in_flight, pending in between.held:
+            held = 0.0
+            for stage, flying, waiting in zip(stages, in_flight, pending, strict=True):
+                held += flying * (stage.activations + stage.scores) + waiting * stage.retained
+            most = max(most, held)
+        most += k.hidden + max(k.working_set + k.scores_backward, *[stage.recomputed for stage in stages])
+        most += sum([stage.gradient_bytes for stage in stages])
+        step = max([sum(items.values()) for _, items in self._step(stages, base, params, stored)])
+        active = sum(base.values()) + max(most, step)
+        gather, shards = pools_of(s, base)
+        return active, max(active, pool_bytes(s, active - gather, gather, max(shards, stored)))
+
+    def _rank(self, rank: int) -> _Rank:
+        s, k = self._shapes, self._costs
+        keys, backwards = self._plan.ranks[rank]
+        stages = [self._stage(key) for key in keys]
+        params, stored = _totals(stages)
+        plain_accumulates = s.accumulates and s.path is not ParamPath.FSDP
+        totals: dict[str, float] = {}
+        rows: dict[str, _Row] = {}
+        for moment in backwards:
+            held = _held_at(stages, moment, k.hidden, plain_accumulates)
+            accumulated = plain_accumulates or moment.accumulated[moment.position]
+            for name, row in _rows_of(moment.kind, stages[moment.position], held, accumulated, k):
+                total = sum(row)
+                if name not in totals or total > totals[name]:
+                    totals[name], rows[name] = total, row
+        base = self._always_held(stages, params, stored)
+        return _Rank(base, rows, self._step(stages, base, params, stored))
+
+    def _stage(self, key: StageKey) -> Stage:
+        stage = self._stages.get(key)
+        if stage is None:
+            stage = self._stages[key] = stage_of(
+                self._shapes, key, self._saved, splits_backward=self._splits_backward
+            )
+        return stage
+
+    def _always_held(self, stages: list[Stage], params: float, stored: float) -> dict[str, float]:
+        s = self._shapes
+        if s.path is ParamPath.FSDP:
+            base = sharded_state(s, stored)
+            base["gathered_kept"] = s.compute_bytes * params
+            if s.accumulates and not s.offload:
+                base["gradients"] = stored
+        else:
+            base = {
+                "parameters": stored,
+                "optimizer": ADAM_MOMENTS * stored,
+                "framework": s.framework_bytes,
+            }
+        neighbours = 2 * len(stages)
+        for stage in stages:
+            neighbours -= stage.is_first + stage.is_last
+        base["receive_buffers"] = self._microbatches * self._costs.hidden * neighbours
+        base["framework"] += (len(stages) - 1) * s.attention.rope_bytes * s.seq_full  # a RoPE table a stage
+        return base
+
+    def _step(
+        self, stages: list[Stage], base: dict[str, float], params: float, stored: float
+    ) -> tuple[tuple[str, dict[str, float]], ...]:
+        s = self._shapes
+        if s.path is not ParamPath.FSDP:
+            return (("optimizer", {"gradients": sum(stage.gradient_bytes for stage in stages)}),)
+        largest = s.gathered_params(s.is_moe(s.layers - 1))
+        if any(stage.is_first or stage.is_last for stage in stages):
+            largest = max(largest, s.embedding_shard_params)
+        scatter = {
+            "unsharded_gradients": REDUCE_BYTES * params,
+            "reduce_scatter_input": REDUCE_BYTES * largest,
+        }
+        accumulated = "gradients" in base
+        gradients = {} if accumulated else {"gradients": 0.0 if s.offload else stored}
+        return (("gradient_reduce_scatter", scatter), ("optimizer", gradients))
+
+
+def _totals(stages: list[Stage]) -> tuple[float, float]:
+    """Parameters and stored bytes of a rank's stages."""
+    params = stored = 0.0
+    for stage in stages:
+        params += stage.params
+        stored += stage.stored_bytes
+    return params, stored

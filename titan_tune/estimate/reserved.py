@@ -8,6 +8,7 @@ pool, and freed holes inside a pool are not given back. Constants are from H200 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from titan_tune.domain.estimate import Phase
 from titan_tune.domain.settings import CompileMode, Settings
@@ -36,14 +37,15 @@ SEGMENT_SHARE = 0.05
 CUDA_GRAPH_POOL = 0.22
 """Reserved above the same job without CUDA graphs, as a share: graphs keep a pool that nothing else may use. 1B on an
 H200 with reduce-overhead (torch 2.11), over active: +17 % at 103 GiB, +20 % at 47, +28 % at 34."""
-CONTEXT_BYTES = 0.82 * GIB
+CONTEXT_BYTES = 0.817 * GIB
 """CUDA context, cuBLAS and loaded kernels; rows with a fake process group show it alone."""
-COMMUNICATOR_BYTES = 0.475 * GIB
+COMMUNICATOR_BYTES = 0.477 * GIB
 """NCCL's first communicator: one-GPU rows against fake process groups."""
-MESH_COMMUNICATOR_BYTES = 0.27 * GIB
-"""Each mesh dimension that talks to another GPU: two-GPU rows against one-GPU rows."""
-PIPELINE_P2P_BYTES = 0.43 * GIB
-"""Point-to-point buffers of a pipeline: PP rows against TP rows."""
+MESH_COMMUNICATOR_BYTES = 0.278 * GIB
+"""Each mesh dimension whose collectives reach another GPU: FSDP, DDP, TP and PP rows on two GPUs against one-GPU
+rows (0.277 to 0.281; fp32 TP 0.263). That two dimensions take twice this is not measured."""
+PEER_TO_PEER_BYTES = 0.436 * GIB
+"""Buffers of sends, receives and all-to-alls: PP and CP rows against TP and FSDP rows, 0.43 to 0.44 in both."""
 CPU_PROCESS_BYTES = 0.52 * GIB
 """Resident set of an idle process: torchtitan imported, gloo up, one tiny backward run (torch 2.13,
 CPU build: 0.514 GiB)."""
@@ -70,9 +72,31 @@ def reserved_bytes(shapes: Shapes, phases: Sequence[Phase], totals: Sequence[flo
                     phase_shards += size
         phase_main = total - phase_gather - phase_shards
         if phase.name.startswith("loss_"):
-            phase_main += _logits_hole(shapes)
+            phase_main += logits_hole_bytes(shapes)
         main, gather = max(main, phase_main), max(gather, phase_gather)
         shards = max(shards, phase_shards)
+    return pool_bytes(shapes, main, gather, shards)
+
+
+class Pools(NamedTuple):
+    """What of a phase lies outside the main stream's pool, bytes."""
+
+    gather: float
+    shards: float
+
+
+def pools_of(shapes: Shapes, items: Mapping[str, float]) -> Pools:
+    """The other streams' part of a pipeline rank's items: weights kept gathered, and sharded gradients."""
+    if shapes.path is not ParamPath.FSDP:
+        return Pools(0.0, 0.0)
+    return Pools(
+        items.get("gathered_kept", 0.0), items.get("gradients", 0.0) + items.get("new_gradients", 0.0)
+    )
+
+
+def pool_bytes(shapes: Shapes, main: float, gather: float, shards: float) -> float:
+    """Reserved bytes of one rank from the most that each pool holds."""
+    sharded = shapes.path is ParamPath.FSDP
     if shapes.pp > 1:
         main *= 1 + PIPELINE_FRAGMENTATION
     elif not sharded:
@@ -85,7 +109,7 @@ def reserved_bytes(shapes: Shapes, phases: Sequence[Phase], totals: Sequence[flo
     return main + max(gather, _gather_pool(shapes)) + shards + late_input + segments
 
 
-def _logits_hole(s: Shapes) -> float:
+def logits_hole_bytes(s: Shapes) -> float:
     """Eager loss frees the logits in the middle of what it allocates; nothing fits there."""
     if s.compile_loss:
         return 0.0
@@ -107,7 +131,6 @@ def outside_bytes(settings: Settings) -> float:
     if settings.cluster.gpu.is_cpu:
         return CPU_PROCESS_BYTES
     dims = settings.dims
-    meshes = (dims.dp_replicate, dims.fsdp_degree, dims.tp, dims.pp)
-    talking = sum(degree > 1 for degree in meshes)
-    pipeline = PIPELINE_P2P_BYTES if dims.pp > 1 else 0.0
-    return CONTEXT_BYTES + COMMUNICATOR_BYTES + talking * MESH_COMMUNICATOR_BYTES + pipeline
+    talking = sum(degree > 1 for degree in (dims.dp_replicate, dims.fsdp_degree, dims.tp, dims.pp))
+    peers = sum(degree > 1 for degree in (dims.pp, dims.cp, dims.ep))
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES + talking * MESH_COMMUNICATOR_BYTES + peers * PEER_TO_PEER_BYTES

@@ -32,6 +32,14 @@ class Moment(NamedTuple):
     """Per local stage: whether an earlier microbatch left gradients."""
     kind: str
     """BACKWARD, INPUT or WEIGHT."""
+    late: tuple[bool, ...]
+    """Per local stage: whether a weight half left gradients that no later backward added to the accumulated."""
+    reduced: tuple[bool, ...]
+    """Per local stage: whether its last microbatch is done, after which FSDP reduces and reshards."""
+    kept_gradients: int
+    """Input gradients that input halves left on receive buffers, where they stay to the end of the step."""
+    kept_outputs: int
+    """Logits of microbatches gone back that torchtitan's overlap of forward and backward keeps as outputs."""
 
 
 def stages_of_rank(schedule: str, rank: int, pp: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -42,28 +50,62 @@ def stages_of_rank(schedule: str, rank: int, pp: int, stages_per_rank: int) -> t
 
 
 @lru_cache(maxsize=4096)
-def moments(schedule: str, rank: int, pp: int, stages_per_rank: int, microbatches: int) -> tuple[Moment, ...]:
-    """The backwards of one rank that can be its peak (dominated ones left out)."""
+def moments(
+    schedule: str, rank: int, pp: int, stages_per_rank: int, microbatches: int, overlap: bool = True
+) -> tuple[Moment, ...]:
+    """The backwards of one rank that can be its peak (dominated ones left out).
+
+    ``overlap``: ``pipeline_parallel_expert_parallel_overlap``, which changes DualPipeV only.
+    """
     stages = stages_of_rank(schedule, rank, pp, stages_per_rank)
     local = {stage: i for i, stage in enumerate(stages)}
-    in_flight, pending, accumulated = [0] * len(stages), [0] * len(stages), [False] * len(stages)
+    num_stages = len(stages)
+    in_flight, pending, done = [0] * num_stages, [0] * num_stages, [0] * num_stages
+    accumulated, late = [False] * num_stages, [False] * num_stages
+    last = pp * stages_per_rank - 1
+    # torchtitan's overlap_callback, unlike torch, saves the outputs of the forwards it runs to the end of the
+    # step; the last stage of DualPipeV overlaps all but its first pp microbatches
+    first_kept = pp if overlap and schedule.lower() == "dualpipev" else microbatches
+    kept_gradients = kept_outputs = 0
     seen: set[Moment] = set()
-    for kind, stage, _ in rank_operations(schedule, rank, pp, stages_per_rank, microbatches):
+    for kind, stage, microbatch in rank_operations(schedule, rank, pp, stages_per_rank, microbatches):
         index = local[stage]
         if kind == FORWARD:
             in_flight[index] += 1
             continue
-        seen.add(Moment(index, tuple(in_flight), tuple(pending), tuple(accumulated), kind))
+        seen.add(
+            Moment(
+                index,
+                tuple(in_flight),
+                tuple(pending),
+                tuple(accumulated),
+                kind,
+                tuple(late),
+                tuple([count == microbatches for count in done]),
+                kept_gradients,
+                kept_outputs,
+            )
+        )
+        if kind != WEIGHT:
+            kept_outputs += stage == last and microbatch >= first_kept
         if kind == INPUT:
             pending[index] += 1
+            if stage:  # torch leaves the first stage's input half out
+                accumulated[index] = accumulated[index] or late[index]
+                late[index] = False
+                # a neighbour on this rank takes the gradient in place of a receive buffer
+                kept_gradients += stage - 1 not in local
             continue
         pending[index] -= kind == WEIGHT
         in_flight[index] -= 1  # activations live until the weight gradients are there
-        accumulated[index] = True
+        done[index] += 1
+        is_half = kind == WEIGHT and stage > 0
+        late[index] = is_half
+        accumulated[index] = accumulated[index] or not is_half
     kept = [m for m in seen if not any(_dominates(other, m) for other in seen if other != m)]
     alike: dict[tuple[object, ...], list[Moment]] = {}
     for moment in sorted(kept):
-        key = (moment.position, moment.pending, moment.accumulated, moment.kind)
+        key = (moment.position, moment.pending, *moment[3:])
         alike.setdefault(key, []).append(moment)
     return tuple(moment for group in alike.values() for moment in _upper_hull(group))
 
@@ -85,13 +127,23 @@ def _turns_up(a: tuple[int, ...], b: tuple[int, ...], c: tuple[int, ...]) -> boo
     return (b[0] - a[0]) * (c[1] - a[1]) >= (b[1] - a[1]) * (c[0] - a[0])
 
 
+def _open(moment: Moment) -> tuple[int, ...]:
+    """Microbatches in flight whose backward has not begun, per local stage."""
+    return tuple(flying - waiting for flying, waiting in zip(moment.in_flight, moment.pending, strict=True))
+
+
 def _dominates(a: Moment, b: Moment) -> bool:
     return (
         a.position == b.position
         and a.kind == b.kind
-        and all(x >= y for x, y in zip(a.in_flight, b.in_flight, strict=True))
+        # a pending microbatch of the last stage holds less than one whose backward is still to come
+        and all(x >= y for x, y in zip(_open(a), _open(b), strict=True))
         and all(x >= y for x, y in zip(a.pending, b.pending, strict=True))
         and all(x >= y for x, y in zip(a.accumulated, b.accumulated, strict=True))
+        and all(x >= y for x, y in zip(a.late, b.late, strict=True))
+        and all(x <= y for x, y in zip(a.reduced, b.reduced, strict=True))
+        and a.kept_gradients >= b.kept_gradients
+        and a.kept_outputs >= b.kept_outputs
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from titan_tune.domain.candidate import Value
+from titan_tune.domain.cluster import GpuSpec
 from titan_tune.domain.estimate import MemoryEstimate, Phase, StageMemory
 from titan_tune.domain.settings import Settings
 from titan_tune.errors import InputError
@@ -15,6 +16,7 @@ from titan_tune.estimate.memory import estimate_memory, estimate_of, worst_of
 from titan_tune.estimate.parameters import NotCoveredError
 from titan_tune.estimate.verdict import Margin
 from titan_tune.trace import TraceError, TraceResult, trace_memory
+from titan_tune.trace.allocator import AllocatorMode
 
 METHOD: Final = "trace"
 MAX_PIPELINE_TRACES: Final = 4
@@ -58,6 +60,7 @@ def traced_memory(
     if settings.cluster.gpu.is_cpu:
         raise InputError("--method trace: it traces the memory of a GPU: name one with --gpu, e.g. h100-80gb")
     pp, world_size = settings.dims.pp, settings.cluster.world_size
+    allocator = allocator_of(settings.cluster.gpu)
     results: list[TraceResult] = []
     ranks = traced_pipeline_ranks(settings)
     for rank in ranks:
@@ -65,11 +68,20 @@ def traced_memory(
         # the pipeline is the outermost dimension of torchtitan's mesh
         first = rank * (world_size // pp)
         try:
-            traced = trace_memory(values, model_args=model_args, world_size=world_size, rank=first)
+            traced = trace_memory(
+                values, model_args=model_args, world_size=world_size, rank=first, allocator=allocator
+            )
         except TraceError as error:
             raise InputError(f"--method trace: {error}") from error
         results.append(traced)
     return Traced(_memory(settings, ranks, results), tuple(results))
+
+
+def allocator_of(gpu: GpuSpec) -> AllocatorMode:
+    """The segments that torchtitan's ``PYTORCH_ALLOC_CONF=expandable_segments:True`` comes to on that GPU: ROCm
+    builds of torch ignored it until March 2026 (pytorch/pytorch#177974)."""
+    is_amd = gpu.compute_capability is None and not gpu.is_cpu
+    return "classic" if is_amd else "expandable"
 
 
 def traced_pipeline_ranks(settings: Settings) -> tuple[int, ...]:
@@ -92,6 +104,7 @@ def _memory(settings: Settings, ranks: tuple[int, ...], results: list[TraceResul
         METHOD,
         settings,
         stages,
+        worst,
         margin=trace_margins(settings, worst.peak.name),
         components=dict(worst.peak.items),
         assumptions=_assumptions(settings, ranks, results),
@@ -123,7 +136,7 @@ def _assumptions(settings: Settings, ranks: tuple[int, ...], results: list[Trace
 
 _ALLOCATORS: Final = {
     "expandable": "PYTORCH_ALLOC_CONF=expandable_segments:True",
-    "classic": "classic segments, without expandable_segments",
+    "classic": "classic segments, as ROCm builds of torch had no expandable ones until March 2026",
 }
 
 

@@ -30,6 +30,10 @@ def assumptions(
         said.append("stages learn their shapes from a forward without gradients, as in torch 2.11")
         if config.parallelism.pipeline_parallel_schedule.lower() == "dualpipev":
             said.append("DualPipeV's overlapped forward and backward run one after the other")
+    if dims.fsdp_enabled and getattr(model_args, "enable_weight_tying", False):
+        said.append(
+            "embedding and output share one weight, as in torch 2.11; torch 2.13 refuses to shard them apart"
+        )
     if has_experts(model_args):
         said.append("tokens are routed evenly: every expert gets the same number")
     return tuple(said)

@@ -120,15 +120,33 @@ def _unmasked_attention() -> None:
         return_lse: bool = False,
         **kwargs: Any,
     ) -> Any:
-        out, lse = attention(q, k, v, scale=kwargs.get("scale"))
+        if not torch.compiler.is_compiling():
+            # the compiled kernel of an eager block returns what it saves, its inputs among it, and selective
+            # checkpointing keeps what that region returned; v is part of a matmul that is kept anyway
+            q, k = aten.alias(q), aten.alias(k)
+        out, lse = attention(q, k, v, scale=kwargs.get("scale"), is_causal=False)
         return (out, lse.squeeze(-1)) if return_lse else out
 
     titan_attention.FlexAttentionWrapper.forward = flex
+    _save_aliases()
     titan_attention.VarlenAttentionWrapper.forward = _varlen
     titan_attention._compiled_create_block_mask = _block_mask
     for name, module in dict[str, Any](sys.modules).items():
         if name.startswith("torchtitan.") and hasattr(module, "create_varlen_metadata_for_document"):
             module.create_varlen_metadata_for_document = _one_document
+
+
+def _save_aliases() -> None:
+    """Let selective op checkpointing keep what :func:`_unmasked_attention` marks by an alias."""
+    from torchtitan.distributed import activation_checkpoint
+
+    original = activation_checkpoint._apply_op_sac
+
+    @functools.wraps(original)
+    def apply(*args: Any, op_sac_save_list: set[Any], **kwargs: Any) -> Any:
+        return original(*args, op_sac_save_list={*op_sac_save_list, aten.alias.default}, **kwargs)
+
+    activation_checkpoint._apply_op_sac = apply
 
 
 def _block_mask(*args: Any, **kwargs: Any) -> Any:

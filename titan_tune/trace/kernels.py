@@ -18,6 +18,7 @@ CUBLAS_WORKSPACE_BYTES: Final = 32 << 20
 EMBEDDING_SORT_MIN_TOKENS: Final = 3072
 EMBEDDING_ROWS_PER_THREAD: Final = 10
 """``embedding_dense_backward`` sorts its indices and sums partial segments in fp32 from so many tokens on."""
+FP32_BYTES: Final = 4
 FUSED_HEAD_DIM: Final = 256
 """Largest head dimension of the fused attention kernels' backward."""
 
@@ -31,14 +32,17 @@ def fused_attention(q: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, is_causal: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fused causal attention: output (batch, heads, sequence, head dim) and log-sum-exp (…, 1) in fp32."""
+    """Fused attention: output (batch, heads, sequence, head dim) and log-sum-exp (…, 1) in fp32.
+
+    The backward of causal attention has cuDNN's workspace; ``is_causal=False`` stands for kernels without one.
+    """
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         q, k, v = (t.to(dtype) if t.dtype == torch.float32 else t for t in (q, k, v))
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, True, False, scale=scale
+        q, k, v, None, True, 0.0, is_causal, False, scale=scale
     )
     return out, lse
 
@@ -86,7 +90,8 @@ _libraries: list[Any] = []
 
 
 class InnerAllocations:
-    """Memory that kernels allocate themselves, unseen by dispatch: cuBLAS workspaces, sorting scratch."""
+    """Memory that kernels allocate themselves, unseen by dispatch: cuBLAS workspaces, sorting scratch,
+    attention's and softmax's temporaries."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -103,6 +108,13 @@ class InnerAllocations:
             self.matmul()
         elif name.startswith("aten::embedding_dense_backward"):
             self._embedding(args[0], args[1], args[2])
+        elif name.startswith("aten::_scaled_dot_product_cudnn_attention_backward"):
+            self._attention_backward(query=args[1], is_causal=args[14])
+        elif name.startswith("aten::_softmax_backward_data"):
+            self._transient(args[0].nbytes)  # the product of gradient and output (SoftMax.cu)
+        elif name.startswith("aten::_safe_softmax"):
+            # the plain softmax, and where its input is minus infinity
+            self._transient(args[0].nbytes, args[0].numel())
 
     def matmul(self) -> None:
         """A cuBLAS call: the first of each thread makes its workspace."""
@@ -118,4 +130,15 @@ class InnerAllocations:
         if tokens <= EMBEDDING_SORT_MIN_TOKENS:
             return
         rows = tokens // EMBEDDING_ROWS_PER_THREAD + min(tokens, num_weights)
-        self.recorder.release(self.recorder.block(4 * grad.shape[-1] * rows, "embedding_scratch"))
+        self._transient(4 * grad.shape[-1] * rows, operator="embedding_scratch")
+
+    def _attention_backward(self, query: torch.Tensor, is_causal: bool) -> None:
+        """cuDNN's workspace: the query's gradient in fp32 and a sum of each row (H200: to 0.02 MiB)."""
+        if is_causal:
+            rows = query.numel() // query.shape[-1]
+            self._transient(FP32_BYTES * (query.numel() + rows))
+
+    def _transient(self, *sizes: int, operator: str = "kernel") -> None:
+        """Blocks that are there together and gone when the kernel returns."""
+        for block in [self.recorder.block(num_bytes, operator) for num_bytes in sizes]:
+            self.recorder.release(block)

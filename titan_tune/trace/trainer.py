@@ -58,6 +58,7 @@ class TracedTrainer(Trainer):  # type: ignore[misc]
         config, dims, spec = self.job_config, self.parallel_dims, self.train_spec
         with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
             model = spec.model_cls(self.model_args)
+        _untie(model)
         self.converters = build_model_converters(config, dims)
         self.converters.convert(model)
         if dims.pp_enabled:
@@ -72,6 +73,7 @@ class TracedTrainer(Trainer):  # type: ignore[misc]
         with self.recorder:
             for part in self.model_parts:
                 _materialize(part, self.recorder)
+                _tie(part)
                 part.train()
         self.optimizers = self.train_spec.build_optimizers_fn(
             self.model_parts, self.job_config.optimizer, self.parallel_dims
@@ -172,6 +174,22 @@ def _accumulation_steps(config: Any, dims: ParallelDims) -> int:
             f"({global_} % ({local} * {degree}) != 0)"
         )
     return int(global_ // (local * degree))
+
+
+def _untie(model: torch.nn.Module) -> None:
+    """Two parameters where embedding and output share one: what parallelism and ``to_empty`` make of it before
+    ``init_weights`` ties them again (torch 2.13 refuses to shard a shared one)."""
+    if getattr(model, "enable_weight_tying", False):
+        output: Any = model.output
+        output.weight = torch.nn.Parameter(torch.empty_like(output.weight))
+
+
+def _tie(part: torch.nn.Module) -> None:
+    """As ``init_weights`` does."""
+    if getattr(part, "enable_weight_tying", False):
+        embedding: Any = part.tok_embeddings
+        output: Any = part.output
+        output.weight = embedding.weight
 
 
 def _materialize(part: torch.nn.Module, recorder: Recorder) -> None:

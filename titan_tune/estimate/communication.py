@@ -1,0 +1,145 @@
+"""The collectives of a configuration in one optimizer step, from its shapes alone.
+
+What a dry run counts, the formula lists here in the same terms: torchtitan 0.2.2's FSDP (one group a
+block, one for the embedding, one for final norm and output), HSDP, DDP buckets, tensor parallelism with
+sequence parallelism, context parallelism by all-gather, pipeline sends and the tokens of routed experts.
+Collectives of a few bytes (loss, gradient norm) are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from titan_tune.domain.settings import Settings
+from titan_tune.estimate.collectives import Cause, CollectiveRecord, Op
+from titan_tune.estimate.parameters import FP32_BYTES, Recompute, Shapes
+
+DDP_BUCKET_BYTES = 100e6
+"""``bucket_cap_mb`` that torchtitan passes to ``replicate``."""
+TP_COLLECTIVES = 4
+"""A block's gathers, and as many scatters: one of each around attention and feed-forward, forward and backward."""
+
+
+class Work(NamedTuple):
+    """What one pipeline rank has: blocks, output head or not, chunks."""
+
+    layers: float
+    has_output: bool
+    chunks: int = 1
+
+
+def records(settings: Settings, s: Shapes, work: Work, passes: int) -> list[CollectiveRecord]:
+    """Collectives of one rank; ``passes`` is how many forwards each of its blocks runs in a step."""
+    found: list[CollectiveRecord] = []
+    accumulation = settings.gradient_accumulation_steps
+    if s.shards > 1:
+        found += _fsdp(s, work, accumulation)
+    if s.replicate > 1:
+        found += _replicas(s, work, accumulation)
+    if s.tp > 1:
+        found += _tensor_parallel(s, work, passes)
+    if s.cp > 1:
+        found += _context_parallel(s, work, passes)
+    if s.moe is not None and s.moe.own_group:
+        found.append(_experts(settings, s, work, passes))
+    if s.pp > 1:
+        found += _pipeline(s, work, passes)
+    return found
+
+
+def block_params(s: Shapes) -> float:
+    """Parameters of a block on one TP rank when gathered, averaged over the blocks."""
+    return s.gathered_blocks(0, s.layers) / s.layers
+
+
+def gathers_per_pass(s: Shapes) -> int:
+    """How often a sharded block's parameters are gathered for one forward and backward."""
+    return 1 if s.keep_gathered else 2
+
+
+def _fsdp(s: Shapes, work: Work, accumulation: int) -> Iterator[CollectiveRecord]:
+    """Gathers in forward and, where they were given back, in backward; fp32 scatters of the gradients."""
+    block, table = block_params(s), s.embedding_shard_params
+    layers, gathers = round(work.layers), gathers_per_pass(s)
+    tables = 2 if s.pp == 1 else 1
+    gathered = block * (1 if s.float8_all_gather else s.compute_bytes)
+    shapes = (
+        (Op.ALL_GATHER, "forward", layers * accumulation, gathered),
+        (Op.ALL_GATHER, "backward", layers * (gathers - 1) * accumulation, gathered),
+        (Op.REDUCE_SCATTER, "backward", layers * accumulation, FP32_BYTES * block),
+        (Op.ALL_GATHER, "forward", tables * accumulation, s.compute_bytes * table),
+        (Op.REDUCE_SCATTER, "backward", tables * accumulation, FP32_BYTES * table),
+    )
+    for op, phase, count, size in shapes:
+        if count:
+            yield CollectiveRecord(op, count, size, s.shards, s.tp, 0, phase, Cause.FSDP)
+
+
+def _replicas(s: Shapes, work: Work, accumulation: int) -> Iterator[CollectiveRecord]:
+    """HSDP reduces each group's gradient shard in fp32, DDP its buckets in the parameters' type."""
+    if s.shards > 1:
+        sizes = [(round(work.layers), FP32_BYTES * block_params(s) / s.shards)]
+        sizes.append((2 if s.pp == 1 else 1, FP32_BYTES * s.embedding_shard_params / s.shards))
+        cause = Cause.HSDP
+    else:
+        total = s.param_bytes * s.local_params
+        buckets = math.ceil(total / DDP_BUCKET_BYTES)
+        sizes, cause = [(buckets, total / buckets)], Cause.DDP
+    for count, size in sizes:
+        yield CollectiveRecord(
+            Op.ALL_REDUCE, count * accumulation, size, s.replicate, s.tp * s.shards, 0, "backward", cause
+        )
+
+
+def _recomputed_tp(s: Shapes) -> tuple[float, float]:
+    """Gathers and scatters of a block that backward runs again: op AC keeps scatters, and a recomputation ends
+    before the last one."""
+    if s.recompute is Recompute.EVERY:
+        share = (s.layers // s.every) / s.layers
+        return 2 * share, share
+    return {Recompute.NONE: (0.0, 0.0), Recompute.FULL: (2.0, 1.0)}.get(s.recompute, (2.0, 0.0))
+
+
+def _tensor_parallel(s: Shapes, work: Work, passes: int) -> Iterator[CollectiveRecord]:
+    size = s.compute_bytes * s.tokens * s.dim
+    # after the embedding, before the output, and their backwards
+    ends = 2 if s.pp == 1 else int(work.has_output)
+    for op, again in zip((Op.ALL_GATHER, Op.REDUCE_SCATTER), _recomputed_tp(s), strict=True):
+        count = round(passes * (work.layers * (TP_COLLECTIVES + again) + ends))
+        yield CollectiveRecord(op, count, size, s.tp, 1, 0, "", Cause.TP)
+
+
+def context_parallel_width(s: Shapes) -> int:
+    """Key and value elements of a token: torchtitan repeats grouped heads before attention."""
+    return s.attn_dim + s.attention.output
+
+
+def _context_parallel(s: Shapes, work: Work, passes: int) -> Iterator[CollectiveRecord]:
+    """Keys and values forward, again in backward, and their gradients back in a ring of the same bytes."""
+    size = s.compute_bytes * s.tokens * s.cp * context_parallel_width(s) / s.tp
+    again = s.recompute is Recompute.FULL or s.recompute is Recompute.BUDGET
+    count = round(passes * work.layers)
+    yield CollectiveRecord(Op.ALL_GATHER, count * (3 if again else 2), size, s.cp, s.tp, 0, "", Cause.CP)
+    yield CollectiveRecord(Op.ALL_TO_ALL, count, size, s.cp, s.tp, 0, "backward", Cause.CP)
+
+
+def _experts(settings: Settings, s: Shapes, work: Work, passes: int) -> CollectiveRecord:
+    """Tokens to the experts and back, forward and backward."""
+    assert s.moe is not None
+    exchanges = 4 + (2 if s.recompute is Recompute.FULL else 0)
+    layers = work.layers * s.num_moe_layers(0, s.layers) / s.layers
+    size = s.compute_bytes * s.moe.routed * s.dim
+    stride = 1 if settings.dims.etp == 1 else s.tp
+    count = round(passes * layers * exchanges)
+    return CollectiveRecord(Op.ALL_TO_ALL, count, size, s.moe.expert_parallel, stride, 0, "", Cause.EP)
+
+
+def _pipeline(s: Shapes, work: Work, passes: int) -> Iterator[CollectiveRecord]:
+    """Over each boundary of a chunk a hidden state goes one way and its gradient the other."""
+    distance = s.replicate * s.shards * s.tp
+    is_end = work.has_output or s.pp == 2
+    count = passes * (2 * work.chunks - (1 if is_end else 0))
+    for op in (Op.SEND, Op.RECV):
+        yield CollectiveRecord(op, count, s.residual_stream_bytes, s.pp, distance, 0, "", Cause.PP)
