@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     free = slots(options.devices, plan.space.cluster.gpus_per_node)
     flights: list[Flight] = []
     begun = time.monotonic()
-    try:
+    device = "cpu" if plan.space.cluster.gpu.is_cpu else "cuda"
+    with LocalRunner(plan.space.cluster.gpus_per_node, device, launcher=options.launcher) as runner:
         while time.monotonic() - begun < options.seconds:
             for flight in [flight for flight in flights if flight.probe.poll() is not None]:
                 flights.remove(flight)
@@ -66,13 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"{time.monotonic() - begun:5.0f} s  {describe(row)}  {flight.item.label}", flush=True)
             while free and (item := next(queue, None)) is not None:
                 slot = free.pop(0)
-                flights.append(Flight.start(item, slot, spec_of(plan, item, slot, options.runs)))
+                probe = runner.start(spec_of(plan, item, slot, options.runs))
+                flights.append(Flight(item, slot, probe))
             if not flights:
                 break
             time.sleep(POLL_SECONDS)
-    finally:
-        for flight in flights:
-            flight.runner.close()
 
 
 class Table:
@@ -96,14 +95,7 @@ class Flight:
 
     item: Ranked
     slot: Slot
-    runner: LocalRunner
     probe: LocalProbe
-
-    @classmethod
-    def start(cls, item: Ranked, slot: Slot, spec: ProbeSpec) -> Flight:
-        """Launch it."""
-        runner = LocalRunner(spec.nproc_per_node, spec.device)
-        return cls(item, slot, runner, runner.start(spec))
 
     def row(self) -> dict[str, Any]:
         """The finished probe as the table has it."""
@@ -125,6 +117,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1, help="measure the fastest this many times in all")
     parser.add_argument("--best", type=int, default=8, help="how many count as the fastest")
     parser.add_argument("--devices", default="0", help="device indices, e.g. 0,1,2,3")
+    parser.add_argument("--launcher", default="preloaded", choices=("preloaded", "torchrun"))
     parser.add_argument("--runs", type=Path, default=Path("runs/table"))
     return parser.parse_args(arguments)
 
@@ -212,6 +205,7 @@ def row_of(item: Ranked, spec: ProbeSpec, outcome: ProbeOutcome, slot: Slot) -> 
         "slot": slot.number,
         "predicted": item.outlook.tokens_per_second_per_gpu,
         "compiler": outcome.details.get("compiler"),
+        "launcher": outcome.details.get("launcher"),
     }
     if m is not None:
         row |= {

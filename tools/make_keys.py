@@ -43,7 +43,7 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "training.dataloader.num_workers": {"minimum": 0},
     "optimizer.name": {"choices": ["Adam", "AdamW"]},
     "activation_checkpoint.selective_ac_option": {
-        "pattern": "op|[0-9]+",
+        "pattern": "op|[0-9]{1,9}",
         "pattern_text": '"op" or a whole number in quotes',
     },
     "activation_checkpoint.memory_budget": {"minimum": 0.0, "maximum": 1.0},

@@ -1,8 +1,8 @@
 """A launcher for tests: writes the metrics that torchtitan's ranks would, as the scenario says.
 
 ``python fake_launcher.py SCENARIO``: a JSON object with ``ranks``, ``steps``, ``seconds`` (what a step is
-said to take) and ``then``: exit, sleep, stubborn (ignores SIGTERM, with a child in a session of its own),
-nan, or busy-port (fails once, then exits well).
+said to take), ``end`` (whether the ranks say that they are done) and ``then``: exit, sleep, stubborn (ignores
+SIGTERM, with a child in a session of its own), nan, or busy-port (fails once, then exits well).
 """
 
 import json
@@ -36,6 +36,8 @@ for step in range(1, scenario["steps"] + 1):
     )  # fmt: skip
     if step == 1:
         lines.append({"kind": "compile", "captured_graphs": 0})
+if scenario.get("end"):
+    lines.append({"kind": "end", "captured_graphs": 0})
 if then == "nan":
     lines[-1] |= {"loss": "nan"}
 for rank in range(scenario["ranks"]):

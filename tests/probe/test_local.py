@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,32 @@ def test_an_early_stop_is_a_completed_probe(run):
     assert outcome.measurement.stopped_early
     assert outcome.measurement.measured_steps == 7
     assert processes_with(probe._attempt.warden.probe_id) == []
+
+
+def test_a_probe_that_cannot_win_is_given_up_and_counts(run, tmp_path):
+    # 1000 tokens in half a second a step: 2000 tokens/s
+    spec = replace(spec_in(tmp_path, steps=50), beat=2500.0)
+    outcome = wait_for_outcome(run(spec=spec, steps=5, then="sleep"))
+    assert outcome.status is ProbeStatus.COMPLETED
+    assert outcome.message == "5 steps, given up: it cannot win"
+    assert outcome.details["cannot_win"] is True
+    assert outcome.measurement.stopped_early
+    assert outcome.measurement.measured_steps == 3
+    assert outcome.measurement.tokens_per_second_per_gpu == pytest.approx(2000.0)
+
+
+def test_a_probe_that_may_still_win_goes_on(run, tmp_path):
+    spec = replace(spec_in(tmp_path, steps=10), beat=2050.0)
+    outcome = wait_for_outcome(run(spec=spec, steps=10))
+    assert outcome.message == "10 steps"
+    assert not outcome.measurement.stopped_early
+
+
+def test_a_probe_ends_with_its_last_step(run):
+    # the ranks would sleep for ever, but have said that they are done
+    outcome = wait_for_outcome(run(steps=10, nproc=2, then="sleep", end=True))
+    assert (outcome.status, outcome.message) == (ProbeStatus.COMPLETED, "10 steps")
+    assert not outcome.measurement.stopped_early
 
 
 @pytest.mark.parametrize(
@@ -189,8 +216,6 @@ def test_the_environment_of_a_probe(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_the_users_allocator_settings_are_kept(tmp_path, name):
-    from dataclasses import replace
-
     spec = replace(spec_in(tmp_path), device="cuda")
     assert probe_environment(spec, "id", {})["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     kept = probe_environment(spec, "id", {name: "mine"})

@@ -5,7 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_tune.domain.probe import StepRecord
-from titan_tune.probe.statistics import is_tight, loss_gap, loss_noise, measured, median_interval
+from titan_tune.probe.statistics import (
+    MINIMUM_TO_JUDGE,
+    NOISE_BOUND,
+    cannot_win,
+    is_tight,
+    jitter,
+    loss_gap,
+    loss_noise,
+    measured,
+    median_interval,
+)
 
 rates = st.lists(st.floats(min_value=1e-3, max_value=1e9), min_size=1, max_size=40)
 
@@ -74,3 +84,44 @@ def test_gap_is_that_of_the_last_common_steps():
     assert loss_gap([5.5] * 3, baseline) == pytest.approx(0.5)
     assert loss_gap([], baseline) == 0.0
     assert math.isfinite(loss_gap([1.0] * 20, baseline))
+
+
+noise = st.lists(st.floats(min_value=-NOISE_BOUND, max_value=0.5), min_size=1, max_size=30)
+
+
+@given(st.floats(min_value=1.0, max_value=1e9), st.floats(min_value=1.0, max_value=3.0), noise)
+def test_a_probe_that_would_win_is_never_given_up_for_noise_within_the_bound(beat, advantage, noise):
+    true_median = beat * advantage
+    assert not cannot_win([true_median * (1 + x) for x in noise], beat)
+
+
+@given(noise, st.floats(min_value=1.0, max_value=1e9))
+def test_one_step_that_is_fast_enough_keeps_a_probe(noise, beat):
+    slow = [0.1 * beat * (1 + x) for x in noise]
+    assert not cannot_win([*slow, beat], beat)
+
+
+@pytest.mark.parametrize(
+    ("rates", "beat", "given_up"),
+    [
+        ([50.0] * MINIMUM_TO_JUDGE, 100.0, True),
+        ([50.0] * (MINIMUM_TO_JUDGE - 1), 100.0, False),
+        ([96.0] * 20, 100.0, False),
+        ([94.0] * 20, 100.0, True),
+        ([50.0] * 20, None, False),
+        ([], 100.0, False),
+    ],
+)
+def test_when_a_probe_is_given_up(rates, beat, given_up):
+    assert cannot_win(rates, beat) is given_up
+
+
+def test_jitter_is_the_spread_of_most_values_over_the_median():
+    assert jitter([1.0, 1.0, 1.0]) is None
+    assert jitter([2.0] * 10) == 0.0
+    assert jitter([float(x) for x in range(1, 12)]) == pytest.approx((10 - 2) / 6)
+
+
+@given(rates.filter(lambda values: len(values) >= 4), st.floats(min_value=0.1, max_value=10))
+def test_jitter_has_no_unit(values, factor):
+    assert jitter([factor * value for value in values]) == pytest.approx(jitter(values))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from probe_helpers import processes_with, wait_until
 
-from titan_tune.probe import warden
+from titan_tune.probe import processes, warden
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -116,3 +116,15 @@ def test_the_warden_needs_nothing_but_the_standard_library():
         line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import", "from"))
     }
     assert imported - set(sys.stdlib_module_names) == set()
+
+
+def test_oom_kills_are_those_of_the_own_group():
+    version_1 = processes._own_group_counters("4:memory:/job/7\n3:cpuset:/\n0::/\n")
+    assert version_1 == [
+        Path("/sys/fs/cgroup/memory/job/7/memory.oom_control"),
+        Path("/sys/fs/cgroup/memory.events"),
+    ]
+    assert processes._own_group_counters("0::/user.slice/a:b\n") == [
+        Path("/sys/fs/cgroup/user.slice/a:b/memory.events")
+    ]
+    assert processes.host_oom_kills() >= 0

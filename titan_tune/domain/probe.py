@@ -59,6 +59,10 @@ class ProbeSettings(FrozenModel):
     """Further attempts after an infrastructure failure; never after any other."""
     data: str = Field(default="synthetic", pattern="^(synthetic|job)$")
     """``synthetic`` tokens (no tokenizer, no download) or the ``job``'s own dataset."""
+    launcher: str = Field(default="torchrun", pattern="^(preloaded|torchrun)$")
+    """``preloaded``: a local probe's processes are forked from one that has imported torchtitan already."""
+    screen: str = Field(default="none", pattern="^(none|dry-run)$")
+    """What chooses among the candidates before real probes do: ``dry-run`` runs one rank of the job on one GPU."""
     finalists: NonNegativeInt = 3
     finalist_repeats: PositiveInt = 1
     loss_tolerance: PositiveFloat = 0.05
@@ -161,7 +165,9 @@ class Measurement:
 @dataclass(frozen=True, slots=True)
 class ProbeOutcome:
     """How one probe ended. ``details`` holds what the status needs: for ``oom`` the phase, the rank and
-    the bytes asked for; for ``unsupported`` and ``compile_failure`` the exception type and phase."""
+    the bytes asked for; for ``unsupported`` and ``compile_failure`` the exception type and phase. A local probe
+    also has ``launcher`` (and why it was not the one asked for), ``phases`` (where the wall time went), ``trend``
+    (``probe.measurement.trend``), and ``cannot_win`` where it was given up for ``ProbeSpec.beat``."""
 
     status: ProbeStatus
     message: str
@@ -171,6 +177,10 @@ class ProbeOutcome:
     details: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     attempts: int = 1
+
+    def gpu_seconds(self, world_size: int) -> float:
+        """GPU time: every GPU of the job for as long as it ran, or what a dry run took of one."""
+        return float(self.details.get("gpu_seconds", self.seconds * world_size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,19 @@ class StopReason(StrEnum):
     CANCELLED = "cancelled"
     EARLY = "early"
     """The interval of the median is tight."""
+    CANNOT_WIN = "cannot win"
+    """It is slower than what it has to beat."""
     FINISHED = "finished"
     """All steps are done, but the processes did not end."""
     DIVERGED = "diverged"
     STARTUP = "startup"
     HANG = "hang"
     TIMEOUT = "timeout"
+
+    @property
+    def is_a_success(self) -> bool:
+        """Whether what was measured until then stands."""
+        return self in (StopReason.EARLY, StopReason.CANNOT_WIN, StopReason.FINISHED)
 
 
 class WorkerExit(NamedTuple):
@@ -130,7 +137,7 @@ def _not_finite(evidence: Evidence) -> Classification | None:
 def _failed(evidence: Evidence) -> Classification | None:
     """A Python exception of a rank decides, unless it only reports a peer that a signal killed."""
     error = root_error(evidence.errors, before=evidence.stop_time)
-    if error is None or evidence.stop in (StopReason.EARLY, StopReason.FINISHED):
+    if error is None or (evidence.stop is not None and evidence.stop.is_a_success):
         return None
     if patterns.PEER_IS_GONE.search(error["message"]) and any(e.exitcode < 0 for e in _exits(evidence)):
         return None
@@ -174,14 +181,17 @@ def _stopped(evidence: Evidence) -> Classification | None:
 
 def _completed(evidence: Evidence) -> Classification | None:
     all_steps = evidence.returncode == 0 and evidence.complete_steps >= evidence.settings.steps
-    if not all_steps and evidence.stop not in (StopReason.EARLY, StopReason.FINISHED):
+    if not all_steps and not (evidence.stop is not None and evidence.stop.is_a_success):
         return None
-    steps = {"steps": evidence.complete_steps}
+    steps: dict[str, Any] = {"steps": evidence.complete_steps}
     if excess := _excess_over_baseline(evidence):
         gap, allowed = excess
         message = f"the loss is {gap:+.4f} from the baseline's; {allowed:.4f} is allowed"
         details = {**steps, "cause": "baseline", "loss_gap": gap, "loss_gap_allowed": allowed}
         return Classification(ProbeStatus.DIVERGED, message, details)
+    if evidence.stop is StopReason.CANNOT_WIN:
+        message = f"{evidence.complete_steps} steps, given up: it cannot win"
+        return Classification(ProbeStatus.COMPLETED, message, {**steps, "cannot_win": True})
     return Classification(ProbeStatus.COMPLETED, f"{evidence.complete_steps} steps", steps)
 
 

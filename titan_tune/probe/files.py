@@ -54,10 +54,15 @@ class RankLog:
     path: Path
     rank: int
     header: dict[str, Any] = field(default_factory=dict)
-    compiler: dict[str, int] = field(default_factory=dict)
+    compiler: dict[str, Any] = field(default_factory=dict)
+    """The compiler's counters, as of the last line that has them."""
+    first_compiler: dict[str, Any] = field(default_factory=dict)
+    """The same after the first step."""
     steps: list[StepRecord] = field(default_factory=list)
     not_finite: bool = False
     """Whether a loss or a gradient norm was infinite or not a number."""
+    ended: bool = False
+    """Whether the last step is done and all is written."""
     _offset: int = 0
 
     def read_new(self) -> bool:
@@ -83,6 +88,9 @@ class RankLog:
             self.not_finite |= any(isinstance(line[name], str) for name in ("loss", "grad_norm"))
         elif kind in ("compile", "end"):
             self.compiler = line
+            self.ended = kind == "end"
+            if kind == "compile":
+                self.first_compiler = line
 
 
 def _number(value: Any) -> Any:
@@ -112,6 +120,10 @@ class Metrics:
         if len(self.logs) < num_ranks:
             return 0
         return min(len(log.steps) for log in self.logs.values())
+
+    def have_ended(self, num_ranks: int) -> bool:
+        """Whether every one of ``num_ranks`` ranks has done its last step."""
+        return len(self.logs) >= num_ranks and all(log.ended for log in self.logs.values())
 
     def slowest(self, num_ranks: int) -> tuple[StepRecord, ...]:
         """For each complete step the record of its slowest rank."""

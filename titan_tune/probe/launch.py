@@ -41,8 +41,13 @@ def torchrun_command(spec: ProbeSpec) -> list[str]:
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(spec.nproc_per_node),
         "--role", "rank", "--tee", "3", "--log-dir", str(spec.directory / files.LAUNCHER_LOGS),
-        "-m", "torchtitan.train", "--job.config_file", str(spec.directory / files.CONFIG),
+        "-m", "torchtitan.train", *training_arguments(spec),
     ]  # fmt: skip
+
+
+def training_arguments(spec: ProbeSpec) -> list[str]:
+    """The command line of ``torchtitan.train``."""
+    return ["--job.config_file", str(spec.directory / files.CONFIG)]
 
 
 def probe_environment(spec: ProbeSpec, probe_id: str, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -78,7 +83,8 @@ def command_text(command: Sequence[str], environment: Mapping[str, str], inherit
         for name, value in sorted(environment.items())
         if inherited.get(name) != value and name not in skipped
     ]
-    lines = [f"cd {shlex.quote(str(Path.cwd()))} &&", "env", *changed, shlex.join(command)]
+    # assignments, not env: that would take a program whose path holds "=" for one
+    lines = [f"cd {shlex.quote(str(Path.cwd()))} &&", *changed, shlex.join(command)]
     return " \\\n  ".join(lines) + "\n"
 
 

@@ -15,12 +15,22 @@ from titan_tune.domain.probe import ProbeOutcome, ProbeProgress, ProbeSpec, Prob
 from titan_tune.errors import InputError
 from titan_tune.probe import files, measurement, processes
 from titan_tune.probe.classify import Classification, Evidence, StopReason, classify
-from titan_tune.probe.launch import command_text, environment_record, probe_environment, torchrun_command
+from titan_tune.probe.launch import (
+    command_text,
+    environment_record,
+    probe_environment,
+    torchrun_command,
+    training_arguments,
+)
+from titan_tune.probe.preload.launcher import PreloadedLauncher
 from titan_tune.probe.record import write_outcome, write_whole
-from titan_tune.probe.statistics import is_tight, measured
+from titan_tune.probe.statistics import cannot_win, is_tight, measured
 
 FINISH_SECONDS: Final = 30.0
-"""How long processes may take to end after their last step (torchtitan's rank 0 sleeps 2 s)."""
+"""How long to wait for the ranks' last words after their last step. When all have spoken they are stopped at once:
+what follows in torchtitan is a sleep of 2 s and the teardown, which tell nothing."""
+
+LAUNCHERS: Final = ("preloaded", "torchrun")
 
 CommandBuilder = Callable[[ProbeSpec], Sequence[str]]
 
@@ -38,15 +48,22 @@ class LocalRunner:
         *,
         grace_seconds: float = 10.0,
         command: CommandBuilder = torchrun_command,
+        launcher: str | None = None,
     ) -> None:
         """``device`` is cuda or cpu. ``grace_seconds`` is how long torchrun may take to end its workers
-        before they are killed. ``command`` builds what is launched for a spec."""
+        before they are killed. ``command`` builds what is launched for a spec. ``launcher`` is torchrun or
+        preloaded (``ProbeSettings.launcher``, where ``None`` leaves it); ``command`` is then for when that fails.
+        """
         if device not in ("cuda", "cpu"):
             raise InputError(f"device={device!r} is not one of cuda, cpu")
+        if launcher not in (None, *LAUNCHERS):
+            raise InputError(f"launcher={launcher!r} is not one of {', '.join(LAUNCHERS)}")
         self.nproc = nproc
         self.device = device
         self.grace_seconds = grace_seconds
         self.command = command
+        self.launcher = launcher
+        self._preloaded = PreloadedLauncher()
         self._probes: list[LocalProbe] = []
 
     def start(self, spec: ProbeSpec) -> LocalProbe:
@@ -67,7 +84,8 @@ class LocalRunner:
                 f"of steps={spec.settings.steps}"
             )
         self._probes = [probe for probe in self._probes if probe.poll() is None]
-        probe = LocalProbe(spec, self.command, self.grace_seconds)
+        preloaded = (self.launcher or spec.settings.launcher) == "preloaded"
+        probe = LocalProbe(spec, self.command, self.grace_seconds, self._preloaded if preloaded else None)
         self._probes.append(probe)
         return probe
 
@@ -78,6 +96,7 @@ class LocalRunner:
         for probe in self._probes:
             probe.cancel()
         self._probes = []
+        self._preloaded.close()
 
     def __enter__(self) -> LocalRunner:
         return self
@@ -90,7 +109,7 @@ class LocalRunner:
 class _Attempt:
     """One launch."""
 
-    warden: processes.WardenProcess
+    warden: processes.Launched
     metrics: files.Metrics
     launched: float
     """Unix time."""
@@ -103,6 +122,8 @@ class _Attempt:
     tokens_per_second: float | None = None
     tight: bool = False
     """The interval of the median is as narrow as asked for."""
+    cannot_win: bool = False
+    """It is slower than ``spec.beat``."""
     stop: StopReason | None = None
     stop_time: float = float("inf")
     """Unix time."""
@@ -115,6 +136,8 @@ class LocalProbe:
     spec: ProbeSpec
     command: CommandBuilder
     grace_seconds: float
+    preloaded: PreloadedLauncher | None = None
+    """Starts the processes in place of ``command``."""
     attempts: int = 0
     outcome: ProbeOutcome | None = None
     _attempt: _Attempt = field(init=False)
@@ -187,11 +210,24 @@ class LocalProbe:
         write_whole(spec.directory / files.COMMAND, command_text(command, environment, inherited))
         files.write_json(spec.directory / files.ENVIRONMENT, environment_record(spec, environment))
         launched, began = time.time(), time.monotonic()
-        warden = processes.WardenProcess.start(
-            command, spec.directory, environment, probe_id=probe_id, grace_seconds=self.grace_seconds
-        )
+
+        def start_command() -> processes.WardenProcess:
+            return processes.WardenProcess.start(
+                command, spec.directory, environment, probe_id=probe_id, grace_seconds=self.grace_seconds
+            )
+
         self._attempt = _Attempt(
-            warden=warden,
+            warden=start_command()
+            if self.preloaded is None
+            else self.preloaded.start(
+                training_arguments(spec),
+                spec.nproc_per_node,
+                spec.directory,
+                environment,
+                probe_id=probe_id,
+                grace_seconds=self.grace_seconds,
+                cold=start_command,
+            ),
             metrics=files.Metrics(spec.directory),
             launched=launched,
             began=began,
@@ -207,8 +243,10 @@ class LocalProbe:
             attempt.last_step = time.monotonic()
             records = attempt.metrics.slowest(self.spec.nproc_per_node)
             attempt.tokens_per_second = measurement.throughputs(self.spec, records)[-1]
+            kept = measurement.throughputs(self.spec, measured(records, self.spec.settings.warmup_steps))
+            attempt.cannot_win = cannot_win(kept, self.spec.beat)
             attempt.tight = is_tight(
-                measurement.throughputs(self.spec, measured(records, self.spec.settings.warmup_steps)),
+                kept,
                 minimum=self.spec.settings.min_measured_steps,
                 target_relative_interval=self.spec.settings.target_relative_interval,
             )
@@ -218,9 +256,12 @@ class LocalProbe:
         if attempt.metrics.has_diverged():
             return StopReason.DIVERGED
         if attempt.steps_seen >= settings.steps:
-            return StopReason.FINISHED if now - attempt.last_step > FINISH_SECONDS else None
+            done = attempt.metrics.have_ended(self.spec.nproc_per_node)
+            return StopReason.FINISHED if done or now - attempt.last_step > FINISH_SECONDS else None
         if attempt.tight:
             return StopReason.EARLY
+        if attempt.cannot_win:
+            return StopReason.CANNOT_WIN
         if now - attempt.began > settings.timeout_seconds:
             return StopReason.TIMEOUT
         if attempt.steps_seen == 0:
@@ -243,16 +284,20 @@ class LocalProbe:
             spec,
             attempt.metrics,
             launched=attempt.launched,
-            stopped_early=attempt.stop is StopReason.EARLY,
+            stopped_early=attempt.stop in (StopReason.EARLY, StopReason.CANNOT_WIN),
         )
         wants_float8, wants_compile = measurement.asks_for(tomllib.loads(spec.toml))
         self._ended = time.monotonic()
+        facts = {
+            "phases": measurement.phases(attempt.metrics, launched=attempt.launched, ended=time.time()),
+            "trend": measurement.trend(spec, attempt.metrics),
+        }
         outcome = ProbeOutcome(
             status=found.status,
             message=found.message,
             seconds=self._ended - self._began,
             measurement=measured_here,
-            details=found.details,
+            details={**found.details, **{name: fact for name, fact in facts.items() if fact}},
             warnings=measurement.silent_failures(
                 attempt.metrics, wants_float8=wants_float8, wants_compile=wants_compile
             ),
@@ -277,7 +322,7 @@ class LocalProbe:
             stop_time=attempt.stop_time,
             baseline_losses=spec.baseline_losses,
             host_oom_kills=processes.host_oom_kills() - attempt.oom_kills_before,
-            facts=measurement.facts(attempt.metrics),
+            facts={"launcher": attempt.warden.launcher, **measurement.facts(attempt.metrics)},
         )
 
     def _remove_launcher_logs(self) -> None:

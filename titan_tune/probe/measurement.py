@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, Final
 
 from titan_tune.domain.probe import Measurement, ProbeSpec, StepRecord
-from titan_tune.probe.files import Metrics
-from titan_tune.probe.statistics import measured, median_interval
+from titan_tune.probe.files import Metrics, RankLog
+from titan_tune.probe.statistics import jitter, measured, median_interval
+
+SLOW_STEP: Final = 1.5
+"""Times the median: what a step has to take to count as slow."""
 
 
 def measurement_of(
@@ -51,6 +56,95 @@ def facts(metrics: Metrics) -> dict[str, Any]:
     names = ("device_name", "torch", "float8_linear_modules", "num_parameters", "hostname")
     said: dict[str, Any] = {name: first.header[name] for name in names if name in first.header}
     return {**said, **({"compiler": first.compiler} if first.compiler else {})}
+
+
+def phases(metrics: Metrics, *, launched: float, ended: float) -> dict[str, float]:
+    """Where the wall time went, in seconds that add up to ``ended - launched`` (Unix times).
+
+    ``launch`` ends when the first rank's process begins, every other phase when the last rank is through it:
+    ``imports`` of Python, ``init`` of processes and model, ``first_step``, ``steps``, ``shutdown``.
+    ``compile`` is the part of ``first_step`` that Dynamo and Inductor took, and no phase of its own.
+    Empty before training began.
+    """
+    logs = [log for log in metrics.logs.values() if "process_start" in log.header]
+    if not logs:
+        return {}
+    first = [log.steps[0].time for log in logs if log.steps]
+    last = [log.steps[-1].time for log in logs if log.steps]
+    marks = (
+        ("launch", min(log.header["process_start"] for log in logs)),
+        ("imports", max(log.header["plugin_import"] for log in logs)),
+        ("init", max(log.header["training_start"] for log in logs)),
+        *((("first_step", max(first)), ("steps", max(last))) if first else ()),
+        ("shutdown", ended),
+    )
+    found, before = {}, launched
+    for name, mark in marks:
+        until = max(mark, before)  # the kernel's start times are coarse
+        found[name] = round(until - before, 3)
+        before = until
+    compiled = max((log.first_compiler.get("compile_seconds", 0.0) for log in logs), default=0.0)
+    return {**found, **({"compile": compiled} if first else {})}
+
+
+def trend(spec: ProbeSpec, metrics: Metrics) -> dict[str, Any]:
+    """What a check of the trend needs beside losses and memory; empty before the first complete step.
+
+    Where ranks differ the worst counts. ``step_jitter`` is (p90 - p10) / median of the measured steps' time and
+    ``slow_steps`` counts those above ``SLOW_STEP`` medians; ``recompilations`` are Dynamo's guard failures and
+    ``late_compilations`` the graphs captured after step 1; ``late_alloc_retries`` are those of the measured
+    steps; ``fused_collective_matmuls`` is ``None`` where the job does not ask for async tensor parallelism.
+    """
+    records = metrics.slowest(spec.nproc_per_node)
+    if not records:
+        return {}
+    kept = [record.step_seconds for record in measured(records, spec.settings.warmup_steps)]
+    logs = list(metrics.logs.values())
+    norms = [record.grad_norm for record in records if math.isfinite(record.grad_norm)]
+    fused = [
+        log.compiler["fused_collective_matmuls"] for log in logs if _has(log, "fused_collective_matmuls")
+    ]
+    return {
+        "step_jitter": jitter(kept),
+        "slow_steps": sum(seconds > SLOW_STEP * median(kept) for seconds in kept),
+        "recompilations": _worst(logs, "recompilations"),
+        "late_compilations": max(_late_compilations(log) for log in logs),
+        "graph_breaks": _worst(logs, "graph_breaks"),
+        "alloc_retries": max(record.alloc_retries for log in logs for record in log.steps),
+        "late_alloc_retries": max(_late_retries(log, spec.settings.warmup_steps) for log in logs),
+        "ooms": max(record.ooms for log in logs for record in log.steps),
+        "grad_norm_first": norms[0] if norms else None,
+        "grad_norm_last": norms[-1] if norms else None,
+        "grad_norm_max": max(norms, default=None),
+        "not_finite": metrics.has_diverged(),
+        "float8_linear_modules": _in_headers(logs, "float8_linear_modules"),
+        "linear_modules": _in_headers(logs, "linear_modules"),
+        "fused_collective_matmuls": min(fused, default=None),
+    }
+
+
+def _has(log: RankLog, name: str) -> bool:
+    return log.compiler.get(name) is not None
+
+
+def _worst(logs: Sequence[RankLog], name: str) -> int:
+    return max(int(log.compiler.get(name, 0)) for log in logs)
+
+
+def _in_headers(logs: Sequence[RankLog], name: str) -> int | None:
+    """Of the rank that has most: pipeline stages hold different parts of the model."""
+    return max((log.header[name] for log in logs if name in log.header), default=None)
+
+
+def _late_compilations(log: RankLog) -> int:
+    if not log.first_compiler:
+        return 0
+    return int(log.compiler.get("captured_graphs", 0)) - int(log.first_compiler.get("captured_graphs", 0))
+
+
+def _late_retries(log: RankLog, warmup_steps: int) -> int:
+    before = max((record.alloc_retries for record in log.steps if record.step <= warmup_steps), default=0)
+    return max((record.alloc_retries for record in log.steps), default=0) - before
 
 
 def silent_failures(metrics: Metrics, *, wants_float8: bool, wants_compile: bool) -> tuple[str, ...]:

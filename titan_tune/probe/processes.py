@@ -13,10 +13,37 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from titan_tune.probe import files, warden
 from titan_tune.titan.plugin.environment import PROBE_ID
+
+
+class Launched(Protocol):
+    """One attempt of a probe: its processes, under a warden."""
+
+    probe_id: str
+
+    @property
+    def launcher(self) -> str:
+        """What started it, for the record."""
+        ...
+
+    def ask_to_stop(self) -> None:
+        """Begin the orderly end; returns at once."""
+        ...
+
+    def has_ended(self) -> bool:
+        """Whether every process is gone; never blocks long."""
+        ...
+
+    def wait(self) -> None:
+        """Block until every process is gone."""
+        ...
+
+    def exit_record(self) -> dict[str, Any] | None:
+        """What the warden wrote; ``None`` where it was killed or there was none."""
+        ...
 
 
 @dataclass(slots=True)
@@ -26,6 +53,7 @@ class WardenProcess:
     process: subprocess.Popen[bytes]
     directory: Path
     probe_id: str
+    launcher: str = "torchrun"
 
     @classmethod
     def start(
@@ -77,8 +105,13 @@ class WardenProcess:
 
     def exit_record(self) -> dict[str, Any] | None:
         """What the warden wrote; ``None`` where it was killed."""
-        path = self.directory / files.EXIT
-        return json.loads(path.read_text()) if path.exists() else None
+        return exit_record(self.directory)
+
+
+def exit_record(directory: Path) -> dict[str, Any] | None:
+    """The exit file of a trial folder; ``None`` where there is none."""
+    path = directory / files.EXIT
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def kill_marked(probe_id: str, *, seconds: float = 30.0) -> int:
@@ -97,9 +130,17 @@ def kill_marked(probe_id: str, *, seconds: float = 30.0) -> int:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 killed += 1
         for descriptor in found:
-            select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            is_readable(descriptor, max(0.0, deadline - time.monotonic()))
             os.close(descriptor)
     return killed
+
+
+def is_readable(descriptor: int, seconds: float = 0.0) -> bool:
+    """Whether there is something to read, or a pidfd's process has ended, within ``seconds``. Unlike
+    ``select.select`` it takes descriptors beyond 1023."""
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(1000.0 * seconds))
 
 
 def marked_processes(probe_id: str) -> Iterator[int]:
@@ -121,8 +162,23 @@ def marked_processes(probe_id: str) -> Iterator[int]:
 
 
 def host_oom_kills() -> int:
-    """How many processes the kernel has killed for memory since the machine started."""
-    for line in Path("/proc/vmstat").read_text().splitlines():
-        if line.startswith("oom_kill "):
-            return int(line.split()[1])
+    """How many processes the kernel has killed for memory, here: in this process's control group, which its probes
+    share, or on the whole machine where the group does not say."""
+    for path in (*_own_group_counters(Path("/proc/self/cgroup").read_text()), Path("/proc/vmstat")):
+        with contextlib.suppress(OSError):
+            for line in path.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
     return 0
+
+
+def _own_group_counters(cgroup: str) -> list[Path]:
+    """Files that count kills, of the groups in ``/proc/self/cgroup``: version 1's memory controller, version 2."""
+    found = []
+    for line in cgroup.splitlines():
+        _, controllers, group = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            found.append(Path(f"/sys/fs/cgroup/memory{group}/memory.oom_control"))
+        elif not controllers:
+            found.append(Path(f"/sys/fs/cgroup{group}/memory.events"))
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from titan_tune.domain.probe import ProbeOutcome, ProbeProgress, ProbeSpec
 
@@ -35,4 +35,21 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Cancel and reap everything started here."""
+        ...
+
+
+@runtime_checkable
+class DetachableRunner(Runner, Protocol):
+    """A runner whose probes outlive the search: jobs of a scheduler. They run on nodes of their own, so probes in
+    flight at the same time do not disturb each other."""
+
+    def attach(self, spec: ProbeSpec) -> ProbeHandle | None:
+        """The probe of ``spec.directory`` that an earlier search started, or ``None`` when there is no such job.
+
+        Nothing is submitted. A job that has ended meanwhile counts as found: its handle gives the outcome.
+        """
+        ...
+
+    def detach(self) -> None:
+        """Forget every probe started or attached here and leave it running; a later ``close`` cancels nothing."""
         ...

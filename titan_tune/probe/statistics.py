@@ -5,12 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import fmean, median, stdev
+from statistics import fmean, median, quantiles, stdev
 from typing import Final
 
 from titan_tune.domain.probe import StepRecord
 
 CONFIDENCE: Final = 0.95
+
+NOISE_BOUND: Final = 0.05
+"""How far below the true median of a probe's throughput the best of its first measured steps may lie, relative.
+Beyond it :func:`cannot_win` could be wrong; within it, it never is."""
+
+MINIMUM_TO_JUDGE: Final = 3
+"""Measured steps before a probe may be given up."""
 
 
 def median_interval(
@@ -43,6 +50,25 @@ def is_tight(values: Sequence[float], *, minimum: int, target_relative_interval:
         return False
     centre, low, high = median_interval(values)
     return centre > 0 and (high - low) / centre <= target_relative_interval
+
+
+def cannot_win(throughputs: Sequence[float], beat: float | None) -> bool:
+    """Whether a probe's true median throughput is below ``beat``, by what its measured steps say so far.
+
+    The upper end of what the median can be is the best step seen, raised by ``NOISE_BOUND``. The best of n steps
+    is below the median with probability 2^-n whatever the distribution; the bound covers that and drift.
+    """
+    if beat is None or len(throughputs) < MINIMUM_TO_JUDGE:
+        return False
+    return max(throughputs) < beat * (1 - NOISE_BOUND)
+
+
+def jitter(values: Sequence[float]) -> float | None:
+    """(90th percentile - 10th percentile) / median; ``None`` for fewer than four values."""
+    if len(values) < 4:
+        return None
+    tenths = quantiles(values, n=10, method="inclusive")
+    return (tenths[8] - tenths[0]) / median(values)
 
 
 def loss_noise(losses: Sequence[float]) -> float:

@@ -23,8 +23,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -33,24 +34,80 @@ UNKILLABLE_SECONDS = 60.0
 """How long to wait for killed processes: one in an uninterruptible driver call may take this long."""
 
 
+class Command(Protocol):
+    """What is watched over: children of this process that begin and end together."""
+
+    @property
+    def pids(self) -> Collection[int]:
+        """The children whose exit status belongs to ``poll``."""
+        ...
+
+    def poll(self) -> int | None:
+        """The return code once all have ended, negative for a signal; else ``None``."""
+        ...
+
+    def terminate(self) -> None:
+        """SIGTERM to those that run."""
+        ...
+
+
+class Program:
+    """A command that is one program."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.pids = (process.pid,)
+
+    def poll(self) -> int | None:
+        """Its return code once it has ended."""
+        return self.process.poll()
+
+    def terminate(self) -> None:
+        """SIGTERM, unless it has ended."""
+        self.process.terminate()
+
+
 def main(arguments: list[str]) -> int:
     """Run the command of ``arguments`` to its end; 0 if every process is gone."""
     options = parse(arguments)
+    must_stop = take_office(options.parent)
+    command = Program(start(options.command, Path(options.log)))
+    return supervise(
+        command, must_stop, control=sys.stdin.fileno(), grace=options.grace, exit_file=Path(options.exit_file)
+    )
+
+
+def take_office(parent: int) -> Callable[[], bool]:
+    """Become the reaper of everything below; the answer says whether SIGTERM came or ``parent`` has gone."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signalled: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signalled.append(number))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    command = start(options.command, Path(options.log))
-    asked = wait_for_end(command, lambda: bool(signalled) or os.getppid() != options.parent)
+    return lambda: bool(signalled) or os.getppid() != parent
+
+
+def supervise(
+    command: Command,
+    must_stop: Callable[[], bool],
+    *,
+    control: int,
+    grace: float,
+    exit_file: Path,
+    when_ended: Callable[[], None] = lambda: None,
+) -> int:
+    """Watch ``command`` to its end, end all that is left, and write the exit file; 0 if all are gone.
+
+    ``control`` is a file descriptor: what arrives on it, its end included, is the order to stop.
+    ``when_ended`` is called before the exit file is written.
+    """
+    asked = wait_for_end(command, must_stop, control)
     if command.poll() is None:
-        command.send_signal(signal.SIGTERM)
-        wait_for(command, options.grace)
+        command.terminate()
+        wait_for(command, grace)
     killed, left = kill_descendants(command)
-    write_exit(
-        Path(options.exit_file),
-        {"returncode": command.returncode, "asked": asked, "killed": killed, "left": left},
-    )
+    when_ended()
+    write_exit(exit_file, {"returncode": command.poll(), "asked": asked, "killed": killed, "left": left})
     return 1 if left else 0
 
 
@@ -93,17 +150,17 @@ def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def wait_for_end(command: subprocess.Popen[bytes], must_stop: Callable[[], bool]) -> bool:
+def wait_for_end(command: Command, must_stop: Callable[[], bool], control: int) -> bool:
     """Wait until the command ends or is to be stopped; whether it is to be stopped."""
     while command.poll() is None:
         # a line or the end of the pipe: either way
-        if must_stop() or select.select([sys.stdin], [], [], POLL_SECONDS)[0]:
+        if must_stop() or select.select([control], [], [], POLL_SECONDS)[0]:
             return True
         reap_orphans(command)
     return False
 
 
-def wait_for(command: subprocess.Popen[bytes], seconds: float) -> None:
+def wait_for(command: Command, seconds: float) -> None:
     """Wait up to ``seconds`` for the command, reaping what it orphans."""
     deadline = time.monotonic() + seconds
     while command.poll() is None and time.monotonic() < deadline:
@@ -111,7 +168,7 @@ def wait_for(command: subprocess.Popen[bytes], seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def kill_descendants(command: subprocess.Popen[bytes]) -> tuple[int, list[int]]:
+def kill_descendants(command: Command) -> tuple[int, list[int]]:
     """SIGKILL everything below this process until nothing is left: (how many, pids that would not die)."""
     killed: set[int] = set()
     deadline = time.monotonic() + UNKILLABLE_SECONDS
@@ -128,14 +185,14 @@ def kill_descendants(command: subprocess.Popen[bytes]) -> tuple[int, list[int]]:
         time.sleep(POLL_SECONDS)
 
 
-def reap_orphans(command: subprocess.Popen[bytes]) -> None:
-    """Collect dead children other than ``command``, whose status belongs to ``command.poll``."""
+def reap_orphans(command: Command) -> None:
+    """Collect dead children other than the command's, whose status belongs to ``command.poll``."""
     while True:
         try:
             dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        if dead is None or dead.si_pid == command.pid:
+        if dead is None or dead.si_pid in command.pids:
             return
         os.waitpid(dead.si_pid, 0)
 

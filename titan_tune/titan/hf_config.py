@@ -7,11 +7,12 @@ refused with the field that stands in the way, never approximated.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_tune.catalog.shapes import swiglu_hidden_dim
+from titan_tune.catalog.shapes import MAX_SIZE, swiglu_hidden_dim
 from titan_tune.catalog.typed import plain, show
 from titan_tune.errors import InputError
 from titan_tune.titan.job import read_text
@@ -41,7 +42,7 @@ def model_args_from_hf(path: Path | str) -> tuple[str, dict[str, Any]]:
 def _load(path: Path) -> Config:
     try:
         config = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError itself: an integer of more than 4300 digits
         raise InputError(f"{path}: is not valid JSON: {plain(str(error))}") from None
     if not isinstance(config, dict):
         raise InputError(f"{path}: is not a Hugging Face config (no JSON object)")
@@ -143,9 +144,9 @@ def swiglu_args(dim: int, hidden_dim: int) -> dict[str, Any]:
 
 def _size(config: Config, field: str, source: str) -> int:
     value = config.get(field)
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 1 <= value <= MAX_SIZE:
         shown = "missing" if value is None else f"= {show(value)}"
-        raise InputError(f"{source}: {field} {shown}: must be a whole number of at least 1")
+        raise InputError(f"{source}: {field} {shown}: must be a whole number from 1 to {MAX_SIZE}")
     return value
 
 
@@ -177,7 +178,7 @@ def _refuse_window(config: Config, source: str) -> None:
 
 def _number(table: Config, field: str, default: float | None, source: str) -> float:
     value = table.get(field, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         shown = "missing" if value is None else f"= {show(value)}"
         raise InputError(f"{source}: {field} {shown}: must be a number above 0")
     return float(value)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_tune.catalog.loader import check_model_args, flatten, model_spec, nest
+from titan_tune.catalog.typed import MAX_SHOWN, plain, printable
 from titan_tune.domain.candidate import Value
 from titan_tune.domain.model import ModelSpec
 from titan_tune.errors import InputError, TitanTuneError
@@ -33,6 +34,8 @@ from titan_tune.titan.keys import (
 
 OWN_CONFIG_MODULE = "titan_tune.titan.plugin.config"
 """What ``job.custom_config_module`` names when titan-tune extends the job."""
+MAX_DEPTH = 32
+"""Levels of tables and lists that a file may have; torchtitan's keys need four."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,8 @@ def load_job(path: Path | str, *, sets: Sequence[str] = (), hf_config: Path | No
             an unknown model or flavor.
     """
     path = Path(path)
-    text = read_text(path)
-    values = _parse(text, source=str(path))
+    text, source = read_text(path), str(path)
+    values = _parse(text, source=source)
     if hf_config is not None:
         from titan_tune.titan.hf_config import model_args_from_hf
 
@@ -100,8 +103,9 @@ def load_job(path: Path | str, *, sets: Sequence[str] = (), hf_config: Path | No
         values = {key: value for key, value in values.items() if not key.startswith(f"{MODEL_ARGS}.")}
         values["model.name"] = name
         values |= flatten(model_args, f"{MODEL_ARGS}.")
+        source = f"{path} with {hf_config}"
     values |= dict(parse_assignment(assignment, source="--set") for assignment in sets)
-    return _job(values, path=path, text=text, source=str(path))
+    return _job(values, path=path, text=text, source=source)
 
 
 def job_from_text(text: str, *, name: str) -> Job:
@@ -127,6 +131,8 @@ def read_text(path: Path) -> str:
         raise InputError(f"{path}: is a directory, not a file") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+    except ValueError as error:  # a NUL in the name
+        raise InputError(f"{path}: cannot be read ({error})") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -135,12 +141,29 @@ def parse_toml(text: str, *, source: str) -> dict[str, Any]:
     """TOML text as nested tables.
 
     Raises:
-        InputError: broken TOML; says line and column.
+        InputError: broken TOML (says line and column), tables nested without end, an integer beyond TOML's 64 bits.
     """
     try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError itself: an integer of more than 4300 digits
         raise InputError(f"{source}: is not valid TOML: {' '.join(str(error).split())}") from None
+    _check_bounds(tables, source)
+    return tables
+
+
+def _check_bounds(tables: Mapping[str, Any], source: str) -> None:
+    """That nothing is deeper than ``MAX_DEPTH`` and no integer longer than TOML allows."""
+    left: list[tuple[str, int, Any]] = [(plain(name), 1, value) for name, value in tables.items()]
+    while left:
+        key, depth, value = left.pop()
+        if depth > MAX_DEPTH:
+            raise InputError(f"{source}: {key[:MAX_SHOWN]}… is nested more than {MAX_DEPTH} levels deep")
+        if isinstance(value, dict):
+            left += [(f"{key}.{plain(name)}", depth + 1, inner) for name, inner in value.items()]
+        elif isinstance(value, list):
+            left += [(key, depth + 1, inner) for inner in value]
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise InputError(f"{source}: {key} has {value.bit_length()} bits; integers in TOML have 64")
 
 
 def _parse(text: str, *, source: str) -> dict[str, Value]:
@@ -225,7 +248,7 @@ def render(job: Job, values: Mapping[str, Value], *, comments: Sequence[str] = (
         )
         if _parse(text, source=job.name) != wanted:
             raise TitanTuneError(f"{job.name}: the file could not be rewritten; write its tables out in full")
-    lines = [line for comment in comments for line in comment.splitlines() or [""]]
+    lines = [printable(line) for comment in comments for line in comment.splitlines() or [""]]
     block = "".join(f"# {line}".rstrip() + "\n" for line in lines)
     return f"{block}\n{text}" if block else text
 

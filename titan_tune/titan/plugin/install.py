@@ -23,6 +23,10 @@ def arm(trainer_class: Any) -> None:
     environment = PluginEnvironment.read()
     if environment.warden_pid is not None:
         safety.die_with_parent(environment.warden_pid)
+    if environment.dry_run_rank is not None:
+        from titan_tune.titan.plugin import dry_run
+
+        dry_run.install(trainer_class, environment)
     if environment.metrics_directory is not None:
         _record(trainer_class, environment)
     if environment.cache_directory is not None:
@@ -48,6 +52,10 @@ def apply_section(trainer_class: Any, job_config: Any, environment: PluginEnviro
     if section.custom_import:
         importlib.import_module(section.custom_import)
     _apply_compile_mode(trainer_class, section.compile_mode)
+    if environment.metrics_directory is not None and job_config.parallelism.enable_async_tensor_parallel:
+        from titan_tune.titan.plugin import compiler
+
+        compiler.count_fused_collectives()
     _replace_train_spec(job_config, section, synthetic=data == "synthetic")
 
 

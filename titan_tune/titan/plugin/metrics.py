@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from titan_tune.titan.plugin import compiler
 from titan_tune.titan.plugin.failure import FailureRecorder
 
 
@@ -59,6 +60,7 @@ class StepRecorder:
         self.grad_norm: float | None = None
         self.tokens_seen = trainer.ntokens_seen
         self.end_of_last_step = time.perf_counter()
+        self.has_ended = False
 
     def watch_logging(self) -> None:
         """See what torchtitan logs, and the memory peaks before it resets them."""
@@ -92,6 +94,9 @@ class StepRecorder:
             torch=torch.__version__,
             has_loss=self.has_loss,
             float8_linear_modules=sum(is_float8_linear(module) for module in modules),
+            linear_modules=sum(
+                isinstance(module, torch.nn.Linear) and not is_float8_linear(module) for module in modules
+            ),
             num_parameters=sum(p.numel() for part in self.trainer.model_parts for p in part.parameters()),
         )
 
@@ -118,6 +123,16 @@ class StepRecorder:
             time=time.time(),
         )
         self.loss = self.grad_norm = None
+        if self.trainer.step == 1:
+            self.write(kind="compile", **compiler.counters())
+        if self.trainer.step >= self.trainer.job_config.training.steps:
+            self.write_end()
+
+    def write_end(self) -> None:
+        """The last line, once: whoever reads it need not wait for the process to end."""
+        if not self.has_ended:
+            self.has_ended = True
+            self.write(kind="end", **compiler.counters())
 
     def write(self, **fields: Any) -> None:
         """One line, flushed."""
@@ -140,7 +155,7 @@ def record_training(
             recorder.watch_logging()
             recorder.write_header(time_at_import, rank)
             train(trainer)
-            recorder.write(kind="end", **compiler_counters())
+            recorder.write_end()
         except Exception as error:
             # at once: closing the trainer can block on ranks that wait for this one
             failures.write(error)
@@ -151,8 +166,6 @@ def record_training(
         failures.step = trainer.step
         train_step(trainer, *args, **kwargs)
         recorders[-1].end_step()
-        if trainer.step == 1:
-            recorders[-1].write(kind="compile", **compiler_counters())
 
     trainer_class.train = recorded_train
     trainer_class.train_step = recorded_train_step
@@ -161,19 +174,6 @@ def record_training(
 def is_float8_linear(module: torch.nn.Module) -> bool:
     """Whether it is torchao's ``Float8Linear``, also where ``fully_shard`` has put a class over it."""
     return any(cls.__name__ == "Float8Linear" for cls in type(module).__mro__)
-
-
-def compiler_counters() -> dict[str, int]:
-    """Graphs that Dynamo captured in this process, and hits and misses of the compile caches."""
-    from torch._dynamo.utils import counters
-
-    return {
-        "captured_graphs": counters["stats"]["unique_graphs"],
-        "fxgraph_cache_hit": counters["inductor"]["fxgraph_cache_hit"],
-        "fxgraph_cache_miss": counters["inductor"]["fxgraph_cache_miss"],
-        "autograd_cache_hit": counters["aot_autograd"]["autograd_cache_hit"],
-        "autograd_cache_miss": counters["aot_autograd"]["autograd_cache_miss"],
-    }
 
 
 def json_number(value: Any) -> Any:

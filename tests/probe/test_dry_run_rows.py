@@ -1,0 +1,60 @@
+"""Dry runs of single ranks on an H200 beside the real two-GPU runs of the same files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titan_tune.probe.dry_run_outcome import MEMORY_MARGIN, PIPELINE_MARGIN
+from titan_tune.units import GIB
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def rows(*names):
+    return [json.loads(line) for name in names for line in (DATA / name).read_text().splitlines()]
+
+
+def real_peaks():
+    """Row name to the (active, reserved) GiB of each rank."""
+    found = {
+        row["id"]: list(zip(row["active_gib"], row["reserved_gib"], strict=True))
+        for row in rows("h200_measured.jsonl", "h200_rows_layouts.jsonl")
+        if "id" in row and row.get("world_size") == 2
+    }
+    for row in rows("tables/llama3_1b_two_gpus.jsonl"):
+        if row.get("memory"):
+            found[f"table:{row['config_id']}"] = [
+                (active / GIB, reserved / GIB) for _, active, reserved, _ in row["memory"]
+            ]
+    return found
+
+
+def pairs():
+    real = real_peaks()
+    for row in rows("h200_dry_runs.jsonl"):
+        for rank, dry in row["ranks"].items():
+            if row["real"] in real:
+                yield pytest.param(row, dry, *real[row["real"]][int(rank)], id=f"{row['id']}-rank{rank}")
+
+
+PAIRS = list(pairs())
+
+
+def test_there_are_rows_of_every_kind():
+    pipelines = [p for p in PAIRS if p.values[1]["chunks"]]
+    assert len(PAIRS) >= 14 and len(pipelines) >= 6
+
+
+@pytest.mark.parametrize(("row", "dry", "active", "reserved"), PAIRS)
+def test_memory_is_that_of_the_real_rank(row, dry, active, reserved):
+    margin = PIPELINE_MARGIN if dry["chunks"] else MEMORY_MARGIN
+    assert dry["active_bytes"] / GIB == pytest.approx(active, rel=margin)
+    assert dry["reserved_bytes"] / GIB == pytest.approx(reserved, rel=0.04)
+
+
+@pytest.mark.parametrize("row", rows("h200_dry_runs.jsonl"), ids=lambda row: row["id"])
+def test_every_layout_was_counted(row):
+    for dry in row["ranks"].values():
+        assert dry["active_bytes"] <= dry["reserved_bytes"]
+        assert all(record["count"] > 0 and record["bytes"] > 0 for record in dry["collectives"])
