@@ -1,6 +1,8 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from titan_tune.domain.probe import Measurement, ProbeOutcome, ProbeStatus, RankMemory
 from titan_tune.errors import InputError
@@ -15,12 +17,12 @@ from titan_tune.study.selection import (
 )
 
 
-def record(number, config, tps=None, role=Role.PROBE, device=100, status=None):
+def record(number, config, tps=None, role=Role.PROBE, device=100, status=None, interval=None):
     measurement = None
     if tps is not None:
         measurement = Measurement(
             tps,
-            (tps * 0.99, tps * 1.01),
+            interval or (tps * 0.99, tps * 1.01),
             1.0,
             10,
             2,
@@ -73,6 +75,44 @@ def test_finals_interleave_the_baseline_and_resume_where_they_stopped():
     assert final_schedule(explored, count=3, repeats=2) == ["base", "c5", "c4", "c3"] * 2
     begun = [*explored, record(9, "base", 99.0, Role.FINALIST), record(10, "c5", 99.0, Role.FINALIST)]
     assert final_schedule(begun, count=3, repeats=2) == ["c4", "c3", "base", "c5", "c4", "c3"]
+
+
+def test_a_clear_winner_needs_no_repeat_of_losers():
+    explored = [BASE, record(1, "best", 120.0), record(2, "near", 117.0), record(3, "far", 110.0)]
+    assert finalists(explored, count=3) == ["best", "near"]
+    assert final_schedule(explored, count=3, repeats=1) == ["base", "best", "near"]
+    assert final_schedule([BASE, record(1, "x", 120.0), record(2, "y", 110.0)], count=3, repeats=1) == [
+        "base",
+        "x",
+    ]
+
+
+def test_what_is_too_uncertain_to_tell_goes_to_the_finals():
+    best, unsure = record(1, "best", 120.0), record(2, "unsure", 110.0, interval=(100.0, 119.0))
+    assert finalists([BASE, best, unsure], count=3) == ["best", "unsure"]
+    sure = record(2, "sure", 110.0, interval=(109.0, 111.0))
+    assert finalists([BASE, best, sure], count=3) == ["best"]
+
+
+@given(
+    speeds=st.lists(st.floats(50.0, 150.0), min_size=1, max_size=8),
+    width=st.floats(0.0, 0.2),
+    count=st.integers(1, 4),
+)
+def test_finalists_are_the_best_in_order_and_always_some(speeds, width, count):
+    explored = [
+        record(n, f"c{n}", tps, interval=(tps * (1 - width), tps * (1 + width)))
+        for n, tps in enumerate(speeds)
+    ]
+    chosen = finalists(explored, count=count)
+    ranked = [s.config_id for s in standings(explored)]
+    assert chosen == ranked[: len(chosen)]
+    assert 1 <= len(chosen) <= count
+    wider = [
+        record(n, f"c{n}", tps, interval=(tps * (0.9 - width), tps * (1.1 + width)))
+        for n, tps in enumerate(speeds)
+    ]
+    assert len(finalists(wider, count=count)) >= len(chosen)
 
 
 def test_a_finalist_that_fails_is_not_run_again():

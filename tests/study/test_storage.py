@@ -1,6 +1,8 @@
 import multiprocessing
 import os
 import sqlite3
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -126,3 +128,78 @@ def test_only_one_search_at_a_time_and_the_lock_dies_with_its_holder(tmp_path):
     finally:
         holder.kill()
         holder.join(30)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (None, "sqlite:////runs/s/study.db"),
+        ("journal:///shared/s.journal", "journal:///shared/s.journal"),
+        ("/shared/s.log", "journal:///shared/s.log"),
+        ("/shared/with space.journal", "journal:///shared/with space.journal"),
+        ("postgresql://me@host/x", "postgresql://me@host/x"),
+        ("sqlite:////tmp/x.log", "sqlite:////tmp/x.log"),
+    ],
+)
+def test_a_journal_is_named_by_its_file(given, kept):
+    assert storage.storage_url(Path("/runs/s"), given) == kept
+    assert storage.public_url(kept) == kept
+
+
+def test_a_relative_journal_becomes_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert storage.storage_url(tmp_path, "x.journal") == f"journal://{tmp_path}/x.journal"
+
+
+def test_a_missing_journal_is_not_made_by_reading(tmp_path):
+    with pytest.raises(InputError, match=r"x\.journal: no such study database"):
+        storage.load("s", f"journal://{tmp_path}/x.journal")
+    assert not list(tmp_path.iterdir())
+
+
+SECRETS = [
+    ("postgresql://me:secret@host/x", "postgresql://me:***@host/x"),
+    ("postgresql://me:s%2Fec%3Aret@host/x", "postgresql://me:***@host/x"),
+    ("postgresql://me@host/x?password=secret", "postgresql://me@host/x?password=***"),
+    ("postgresql://me:a@host/x?sslpassword=secret&sslmode=require", None),
+]
+
+
+@pytest.mark.parametrize(("url", "shown"), SECRETS)
+def test_no_spelling_of_a_password_is_shown(url, shown):
+    public = storage.public_url(url)
+    assert shown is None or public == shown
+    hidden = storage.passwords(url)
+    assert hidden and not any(f":{secret}@" in public or f"={secret}" in public for secret in hidden)
+    for text in (f"FATAL: password for {url}", *hidden):
+        cleaned = storage.without_passwords(text, url)
+        assert "secret" not in cleaned and "ec%3Aret" not in cleaned and "s/ec:ret" not in cleaned
+
+
+def test_a_server_that_is_not_there_is_one_line_without_the_password():
+    with pytest.raises(StorageError) as caught:
+        storage.create_or_load("s", "postgresql://me:sesame@127.0.0.1:9/x", sampler=sampler())
+    text = str(caught.value)
+    assert "cannot use the study storage" in text and "sesame" not in text and "\n" not in text
+
+
+def test_a_study_folder_is_the_users_own(tmp_path):
+    with storage.search_lock(tmp_path / "runs" / "s", "s"):
+        assert (tmp_path / "runs" / "s").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.postgres
+def test_a_study_lives_in_postgresql(postgres_url):
+    study = storage.create_or_load("s", postgres_url, sampler=sampler())
+    study.set_user_attr("x", 1)
+    plain = postgres_url.replace("postgresql+psycopg:", "postgresql:")
+    assert storage.load("s", plain).user_attrs == {"x": 1}
+    with pytest.raises(InputError, match=r"no study 't'; it holds: s"):
+        storage.load("t", postgres_url)
+
+
+def test_missing_driver_names_the_extra(monkeypatch):
+    monkeypatch.setattr(storage.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(InputError, match=r"pip install 'titan-tune\[postgres\]'"):
+        storage.create_or_load("s", "postgresql://me@127.0.0.1:9/x", sampler=sampler())

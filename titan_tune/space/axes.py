@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -80,6 +81,13 @@ class Space:
     budget: Budget = field(default_factory=Budget)
     probe: ProbeSettings = field(default_factory=ProbeSettings)
     path: Path | None = None
+    slurm: Mapping[str, Any] = field(default_factory=dict)
+    """The ``[slurm]`` table as it stands in the file; the Slurm runner checks it."""
+
+    @property
+    def name(self) -> str:
+        """What messages call the space: its file, or its job's."""
+        return str(self.path or self.base.name)
 
     @property
     def numerics_axes(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from titan_tune.domain.candidate import Candidate, Finding, Value, config_id_of
 from titan_tune.domain.settings import Settings
+from titan_tune.errors import InputError
 from titan_tune.space.axes import Axis, AxisValue, Space
 from titan_tune.space.grid import GLOBAL_BATCH, Grid, Indices, Mask, T, Table, replace_unset
 from titan_tune.titan.canonical import (
@@ -30,6 +31,8 @@ from titan_tune.titan.canonical import (
 from titan_tune.titan.rules import LAYOUT_RULES, OTHER_RULES, Rule, first_invalid
 
 BASE_LABEL = "base"
+MAX_COMBINATIONS = 10_000_000
+"""What a plan enumerates at most; each takes some hundred bytes while its rules are checked."""
 
 
 class Feasible(Sequence[Candidate]):
@@ -93,8 +96,18 @@ class Enumeration:
 
 
 def candidates(space: Space) -> Enumeration:
-    """Every combination of the axes, as candidates and rejections by reason."""
+    """Every combination of the axes, as candidates and rejections by reason.
+
+    Raises:
+        InputError: more combinations than ``MAX_COMBINATIONS``.
+    """
     grid = Grid(space)
+    if grid.size > MAX_COMBINATIONS:
+        largest = sorted(space.axes, key=lambda axis: -len(axis.values))[:3]
+        lengths = ", ".join(f"{axis.name} ({len(axis.values)})" for axis in largest)
+        raise InputError(
+            f"{space.name}: more than {MAX_COMBINATIONS:,} combinations: list fewer values; longest axes: {lengths}"
+        )
     valid, rejected, examples = _check(grid)
     texts = [grid.table(partial(_identity_part, prefix), valid) for prefix in identity_tables()]
     cells = _first_of_each_run(texts, np.flatnonzero(valid))

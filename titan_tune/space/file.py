@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from titan_tune.catalog.loader import gpu_spec
-from titan_tune.domain.cluster import ClusterSpec
+from titan_tune.domain.cluster import MAX_WORLD_SIZE, ClusterSpec
 from titan_tune.domain.probe import ProbeSettings
 from titan_tune.errors import InputError, did_you_mean
 from titan_tune.space.axes import Axis, Budget, Space
@@ -19,7 +19,7 @@ from titan_tune.titan.job import Job, job_from_text, load_job, parse_toml, read_
 from titan_tune.titan.keys import parse_assignment
 from titan_tune.titan.settings import resolve
 
-TABLES = ("base", "cluster", "axes", "fixed", "budget", "probe")
+TABLES = ("base", "cluster", "axes", "fixed", "budget", "probe", "slurm")
 CPU = "cpu"
 """``[cluster] gpu = "cpu"``: processes on this machine's processor."""
 
@@ -71,6 +71,7 @@ def load_space(
         budget=_fields(Budget, _table(tables, "budget", source), f"{source}: budget"),
         probe=_fields(ProbeSettings, _table(tables, "probe", source), f"{source}: probe"),
         path=path,
+        slurm=_table(tables, "slurm", source),
     )
 
 
@@ -92,7 +93,10 @@ def _known(given: Iterable[str], valid: Sequence[str], where: str) -> None:
 def _base(raw: Any, path: Path, *, sets: Sequence[str], hf_config: Path | None) -> Job:
     """The base job: a path relative to the space file, or torchtitan's sections inline."""
     if isinstance(raw, str):
-        return load_job(path.parent / raw, sets=sets, hf_config=hf_config)
+        try:
+            return load_job(path.parent / raw, sets=sets, hf_config=hf_config)
+        except InputError as error:
+            raise InputError(f"{path}: base: {error}") from None
     if not isinstance(raw, Mapping):
         raise InputError(f"{path}: base = {raw!r}: must be the path of a job file, or a table [base]")
     if hf_config is not None:
@@ -104,13 +108,23 @@ def _base(raw: Any, path: Path, *, sets: Sequence[str], hf_config: Path | None) 
 
 
 def _cluster(table: Mapping[str, Any], machine: ClusterSpec | None, *, source: str) -> ClusterSpec:
-    from titan_tune import machine as this_machine
-
     _known(table, ("gpu", "num_nodes", "gpus_per_node"), source)
     counts = {}
     for name in ("num_nodes", "gpus_per_node"):
         if name in table:
             counts[name] = _positive(table[name], f"{source}.{name}")
+    found = _described_cluster(table, counts, machine, source)
+    if found.world_size > MAX_WORLD_SIZE:
+        raise InputError(f"{source}: {found.world_size} GPUs; at most {MAX_WORLD_SIZE}")
+    return found
+
+
+def _described_cluster(
+    table: Mapping[str, Any], counts: dict[str, int], machine: ClusterSpec | None, source: str
+) -> ClusterSpec:
+    """The cluster of a ``[cluster]`` table; what it leaves out is the machine's."""
+    from titan_tune import machine as this_machine
+
     if table.get("gpu") == CPU:
         processes = counts.get("gpus_per_node", this_machine.CPU_PROCESSES)
         counts["gpus_per_node"] = processes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cache
 from typing import Any
 
 from titan_tune.domain.candidate import Value
@@ -112,7 +112,8 @@ def _activation_checkpoint(entry: Any, context: AxisContext, where: str) -> Axis
     if entry in (AcMode.NONE, AcMode.FULL):
         return AxisValue(entry, {_AC + "mode": entry})
     if mode == AcMode.SELECTIVE and (option == "op" or option.isdecimal()):
-        return AxisValue(entry, {_AC + "mode": mode, _AC + "selective_ac_option": option})
+        checked = check_value(_AC + "selective_ac_option", option, source=where)
+        return AxisValue(entry, {_AC + "mode": mode, _AC + "selective_ac_option": checked})
     if mode == AcMode.MEMORY_BUDGET:
         try:
             budget = check_value(_AC + "memory_budget", float(option), source=where)
@@ -234,24 +235,29 @@ def _auto_parallelism(context: AxisContext) -> tuple[AxisValue, ...]:
 
 
 def _factorisations(model: ModelSpec, world_size: int) -> Iterator[dict[str, int]]:
-    divisors = [degree for degree in range(1, world_size + 1) if world_size % degree == 0]
-    pipeline = divisors if model.name not in FAMILIES_WITHOUT_PIPELINE else [1]
-    context = divisors if model.name != "gpt_oss" else [1]
-    for pp, tp, cp, dp_replicate in product(pipeline, divisors, context, divisors):
-        rest = pp * tp * cp * dp_replicate
-        if world_size % rest:
-            continue
-        dense = {"dp_replicate": dp_replicate, "dp_shard": world_size // rest, "tp": tp, "pp": pp, "cp": cp}
-        yield dense
-        if model.moe is not None:
-            yield from _expert_degrees(dense, world_size // (pp * dp_replicate), model.moe.num_experts)
+    has_pipeline, has_context = model.name not in FAMILIES_WITHOUT_PIPELINE, model.name != "gpt_oss"
+    for pp in _divisors(world_size) if has_pipeline else (1,):
+        for tp in _divisors(world_size // pp):
+            for cp in _divisors(world_size // (pp * tp)) if has_context else (1,):
+                for dp_replicate in _divisors(world_size // (pp * tp * cp)):
+                    shard = world_size // (pp * tp * cp * dp_replicate)
+                    dense = {"dp_replicate": dp_replicate, "dp_shard": shard, "tp": tp, "pp": pp, "cp": cp}
+                    yield dense
+                    if model.moe is not None:
+                        ranks = world_size // (pp * dp_replicate)
+                        yield from _expert_degrees(dense, ranks, model.moe.num_experts)
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 def _expert_degrees(dense: Mapping[str, int], ranks: int, num_experts: int) -> Iterator[dict[str, int]]:
     """The layout with every expert-parallel degree > 1 that its ranks and the experts allow."""
     for etp in sorted({1, dense["tp"]}):
-        for ep in range(2, ranks // etp + 1):
-            if ranks % (ep * etp) == 0 and num_experts % ep == 0:
+        for ep in _divisors(ranks // etp) if ranks % etp == 0 else ():
+            if ep > 1 and num_experts % ep == 0:
                 yield {**dense, "ep": ep, "etp": etp}
 
 

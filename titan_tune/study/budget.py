@@ -24,7 +24,7 @@ class Spent:
     def of(cls, records: Sequence[TrialRecord], *, world_size: int, wall_seconds: float) -> Spent:
         """Cancelled probes cost GPU time but are not counted as probes: they run again on resume."""
         probes = sum(r.outcome.status is not ProbeStatus.CANCELLED for r in records)
-        gpu_seconds = sum(r.outcome.seconds for r in records) * world_size
+        gpu_seconds = sum(r.outcome.gpu_seconds(world_size) for r in records)
         return cls(probes, gpu_seconds, wall_seconds)
 
 

@@ -43,6 +43,8 @@ class StudyInfo(FrozenModel):
     rejected: dict[str, int]
     rejection_examples: dict[str, str] = Field(default_factory=dict)
     """Rule to what it said of the first candidate it rejected."""
+    slurm: dict[str, Any] = Field(default_factory=dict)
+    """The space's ``[slurm]`` table: how jobs are submitted at the site."""
     environment: dict[str, Any]
     fingerprint: dict[str, str]
 
@@ -82,6 +84,7 @@ def new_info(plan: Plan, *, device: str, environment: dict[str, Any]) -> StudyIn
         candidates=len(plan.pool),
         rejected=dict(plan.rejected),
         rejection_examples={rule: finding.message for rule, finding in plan.examples.items()},
+        slurm=dict(space.slurm),
         environment=environment,
         fingerprint=fingerprint(space, device=device),
     )
@@ -102,7 +105,7 @@ def join(study: optuna.Study, info: StudyInfo) -> StudyInfo:
     kept = read_info(study)
     if kept is None:
         study.set_user_attr(Attr.STUDY, info.model_dump(mode="json"))
-        return info
+        kept = read_info(study) or info  # another search may have written its own at the same moment
     changed = [name for name, value in info.fingerprint.items() if kept.fingerprint.get(name) != value]
     if changed:
         raise InputError(

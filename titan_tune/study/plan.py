@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from titan_tune.titan.rules import first_invalid
 from titan_tune.units import format_gib
 
 MEMORY_RULE = "does-not-fit"
+SCREEN_RULE = "fails-in-a-dry-run"
 SHORT = {
     "activation_checkpoint": "AC ",
     "compile": "compile ",
@@ -90,6 +92,40 @@ class Plan:
     duplicates: int
     notes: tuple[str, ...] = ()
     by_id: dict[str, Ranked] = field(default_factory=dict, repr=False)
+
+    def with_predictions(self, found: Mapping[str, float], *, rejected: Mapping[str, str]) -> Plan:
+        """The plan with better predictions for some of its candidates, and without those that are known not to run.
+
+        ``found`` is config id to tokens/s per GPU, ``rejected`` config id to the reason. The other predictions are
+        scaled by the median of what was found over what was predicted, so that all of them stay comparable. The
+        baseline keeps its place: it is measured whatever is predicted.
+        """
+        known = [item for item in self.by_id.values() if item.candidate.config_id in found]
+        ratios = [found[i.candidate.config_id] / i.predicted_tokens_per_second for i in known]
+        scale = statistics.median(ratios) if ratios else 1.0
+
+        def better(item: Ranked) -> Ranked:
+            speed = found.get(item.candidate.config_id, scale * item.predicted_tokens_per_second)
+            return replace(item, outlook=Outlook(item.outlook.verdict, speed))
+
+        kept = [better(item) for item in self.pool if item.candidate.config_id not in rejected]
+        pool = tuple(sorted(kept, key=lambda r: (-r.predicted_tokens_per_second, r.candidate.config_id)))
+        baseline = better(self.baseline) if self.baseline else None
+        counts, examples = Counter(self.rejected), dict(self.examples)
+        if len(pool) < len(self.pool):
+            counts[SCREEN_RULE] += len(self.pool) - len(pool)
+            reason = next(
+                rejected[i.candidate.config_id] for i in self.pool if i.candidate.config_id in rejected
+            )
+            examples[SCREEN_RULE] = Finding(SCREEN_RULE, reason, "")
+        return replace(
+            self,
+            pool=pool,
+            baseline=baseline,
+            rejected=counts,
+            examples=examples,
+            by_id={r.candidate.config_id: r for r in [*([baseline] if baseline else []), *pool]},
+        )
 
     def labels(self) -> dict[str, tuple[str, ...]]:
         """Axis name to every label that a trial of this plan can carry, in axis order."""

@@ -1,56 +1,32 @@
 """Which candidate to measure next.
 
-The step-time model predicts every candidate; what probes measured corrects it. The correction, the
-logarithm of measured over predicted throughput, is a Gaussian process over the axis labels: one offset
-shared by all, one effect a label, one a pair of labels, and a remainder of the candidate's own. So a single
-float8 probe teaches about every float8 candidate. The next probe is the one with the largest expected
-gain over the best so far, times the chance that it runs at all, per expected second.
+The step-time model predicts every candidate; what probes measured corrects it (``study.correction``), so that a single
+float8 probe teaches about every float8 candidate. How wrong the model is, is not known beforehand: several
+``SCALES`` are weighed by how well each explains the probes. How long a probe takes is learned in the same way, from a
+guess for every candidate.
+
+The next probe is the one with the largest expected gain over the best so far, times the chance that it runs at all,
+per expected second. Probes in flight count as if they had measured what is expected of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
-Codes = npt.NDArray[np.int64]
-"""Encoded candidates: a row each, a label's number in every column."""
+from titan_tune.study.correction import DURATION, Seen, posterior_mean, speed_correction, success_chance
+from titan_tune.study.pool import Array, Observation, Pool, PoolItem, effects_variance
 
-# Standard deviations of log(measured / predicted), from the step-time model's residuals on H200 rows:
-# the common offset is what differs between machines, a label's effect is what a roofline gets wrong about it.
-SD_OFFSET = 0.30
-SD_LABEL = 0.12
-SD_PAIR = 0.04
-SD_CANDIDATE = 0.03
-SD_NOISE = 0.01
+__all__ = ["Observation", "Outlook", "Pool", "PoolItem", "Proposal", "outlook", "propose"]
 
-PRIOR_SUCCESSES = 8.0
-PRIOR_FAILURES = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class PoolItem:
-    """A candidate as the proposer sees it."""
-
-    config_id: str
-    choices: Mapping[str, str]
-    predicted: float
-    """Predicted tokens/s per GPU (any positive scale)."""
-    success: float = 1.0
-    """Chance that it fits, from the memory estimate."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """A finished probe: ``measured`` is ``None`` when it failed for a reason of the configuration."""
-
-    choices: Mapping[str, str]
-    predicted: float
-    measured: float | None
+FAILURE_SHARE = 0.6
+"""Of a probe's seconds, when it fails: most fail at or before the first step."""
+WORTHWHILE = 0.5
+"""Only candidates with at least this share of the largest expected gain compete on seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,103 +40,11 @@ class Proposal:
     interval: tuple[float, float]
     """95 % posterior interval."""
     expected_gain: float
-    """Expected improvement over the best so far, as a fraction of it."""
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Candidates with what every proposal asks of them; make it once for a search."""
-
-    items: tuple[PoolItem, ...]
-    axes: tuple[str, ...]
-    numbers: tuple[Mapping[str, int], ...]
-    """Of every axis: label to number."""
-    codes: Codes
-    log_predicted: Array
-    success: Array
-
-    @classmethod
-    def of(cls, items: Sequence[PoolItem]) -> Pool:
-        """The pool of these candidates, in their order."""
-        axes = tuple(sorted({axis for item in items for axis in item.choices}))
-        labels = (dict.fromkeys(item.choices.get(axis, "") for item in items) for axis in axes)
-        numbers = tuple({label: number for number, label in enumerate(found)} for found in labels)
-        return cls(
-            items=tuple(items),
-            axes=axes,
-            numbers=numbers,
-            codes=encode([item.choices for item in items], axes, numbers),
-            log_predicted=np.log([item.predicted for item in items]),
-            success=np.array([item.success for item in items]),
-        )
-
-
-def encode(
-    items: Sequence[Mapping[str, str]], axes: Sequence[str], numbers: Sequence[Mapping[str, int]] = ()
-) -> Codes:
-    """Labels as integers, shape (len(items), len(axes)); equal labels of an axis share a number.
-
-    ``numbers`` are those that labels have already, a mapping an axis.
-    """
-    tables = [dict(known) for known in numbers] if numbers else [{} for _ in axes]
-    return np.array(
-        [
-            [
-                table.setdefault(item.get(axis, ""), len(table))
-                for axis, table in zip(axes, tables, strict=True)
-            ]
-            for item in items
-        ],
-        dtype=np.int64,
-    ).reshape(len(items), len(axes))
-
-
-def shared_labels(a: Codes, b: Codes) -> Codes:
-    """How many labels each of ``a`` shares with each of ``b``, shape (len(a), len(b))."""
-    count = np.zeros((len(a), len(b)), dtype=np.int64)
-    for axis in range(a.shape[1]):
-        count += a[:, axis, None] == b[None, :, axis]
-    return count
-
-
-def kernel(a: Codes, b: Codes) -> Array:
-    """Prior covariance of the log correction between two sets of encoded candidates.
-
-    It depends on nothing but how many labels two candidates share.
-    """
-    axes = a.shape[1]
-    shared = np.arange(axes + 1)
-    covariance = np.full(axes + 1, SD_OFFSET**2)
-    if axes:
-        covariance += SD_LABEL**2 * (shared / axes) * min(axes, 4)
-        covariance += SD_PAIR**2 * (shared * (shared - 1) / 2)
-    covariance += SD_CANDIDATE**2 * (shared == axes)
-    return covariance[shared_labels(a, b)]
-
-
-def posterior(pool: Codes, seen: Codes, log_ratios: Array) -> tuple[Array, Array]:
-    """Mean and standard deviation of the log correction for every pool entry."""
-    variance = np.full(len(pool), kernel(pool[:1], pool[:1])[0, 0]) if len(pool) else np.zeros(0)
-    if not len(seen):
-        return np.zeros(len(pool)), np.sqrt(variance)
-    noisy = kernel(seen, seen) + SD_NOISE**2 * np.eye(len(seen))
-    cross = kernel(pool, seen)
-    solved = np.linalg.solve(noisy, np.column_stack([log_ratios, cross.T]))
-    mean = cross @ solved[:, 0]
-    variance = variance - np.einsum("ij,ji->i", cross, solved[:, 1:])
-    return mean, np.sqrt(np.maximum(variance, 1e-12))
-
-
-def failure_weight(pool: Codes, seen: Codes, failed: npt.NDArray[np.bool_]) -> Array:
-    """Chance of success of every pool entry: probes count by how many labels they share with it."""
-    if not len(seen):
-        return np.full(len(pool), PRIOR_SUCCESSES / (PRIOR_SUCCESSES + PRIOR_FAILURES))
-    axes = pool.shape[1]
-    of_shared = (np.arange(axes + 1) / axes) ** 4 if axes else np.ones(1)
-    similarity = of_shared[shared_labels(pool, seen)]
-    bad = PRIOR_FAILURES + 8.0 * similarity[:, failed].sum(axis=1)
-    good = PRIOR_SUCCESSES + 8.0 * similarity[:, ~failed].sum(axis=1)
-    return np.asarray(good / (good + bad))
+    """Expected improvement over the best so far, as a fraction of it; infinite before anything was measured."""
+    success: float
+    """Chance that it runs."""
+    seconds: float
+    """Expected duration of its probe."""
 
 
 def expected_improvement(mean: Array, sd: Array, best: float) -> Array:
@@ -176,41 +60,108 @@ def _cdf(z: Array) -> Array:
     return 0.5 * np.fromiter(map(math.erfc, (-z / math.sqrt(2.0)).tolist()), dtype=np.float64, count=len(z))
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is expected of candidates after the probes so far; arrays of one length."""
+
+    log_mean: Array
+    """Of log tokens/s per GPU."""
+    sd: Array
+    success: Array
+    """Chance that each runs."""
+    seconds: Array
+    """Expected duration of a probe that runs through."""
+    best: float | None
+    """Highest tokens/s per GPU of what was measured or is in flight, as the probes together say."""
+
+    def of(self, rows: npt.NDArray[np.intp]) -> Outlook:
+        """Only of some candidates."""
+        return Outlook(self.log_mean[rows], self.sd[rows], self.success[rows], self.seconds[rows], self.best)
+
+
+def outlook(pool: Pool, observations: Sequence[Observation], *, pending: Sequence[PoolItem] = ()) -> Outlook:
+    """What is expected of the pool's candidates."""
+    ran = [(o, o.measured) for o in observations if o.measured is not None]
+    known, variance = [o.item for o, _ in ran], effects_variance(len(pool.axes))
+    seen = Seen(
+        among=_among(known, pool.axes),
+        log_ratios=np.array([math.log(measured / o.item.predicted) for o, measured in ran]),
+        noise=np.array([o.noise for o, _ in ran]),
+    )
+    if pending:
+        believed = speed_correction(_effects_of(Pool.of(pending, pool.axes), known), variance, seen).mean
+        known += pending
+        seen = Seen(
+            among=_among(known, pool.axes),
+            log_ratios=np.concatenate([seen.log_ratios, believed]),
+            noise=np.concatenate([seen.noise, np.zeros(len(pending))]),
+        )
+    cross = _effects_of(pool, known)
+    speed, known_speed = speed_correction(cross, variance, seen), speed_correction(seen.among, variance, seen)
+    log_known = known_speed.mean + np.log([item.predicted for item in known])
+    return Outlook(
+        log_mean=speed.mean + pool.log_predicted,
+        sd=speed.sd,
+        success=_success_after(pool, observations) * pool.success,
+        seconds=np.exp(pool.log_seconds + _duration_correction(cross, seen.among, ran)),
+        best=math.exp(log_known.max()) if known else None,
+    )
+
+
+def _duration_correction(cross: Array, among: Array, ran: Sequence[tuple[Observation, float]]) -> Array:
+    """Of log(measured / guessed seconds); ``cross`` and ``among`` begin with the probes that ran."""
+    places = [place for place, (o, _) in enumerate(ran) if o.seconds is not None]
+    slower = np.array([math.log(o.seconds / o.item.seconds) for o, _ in ran if o.seconds is not None])
+    seen = Seen(among[np.ix_(places, places)], slower, np.zeros(len(places)))
+    return posterior_mean(cross[places], seen, DURATION)
+
+
+def _effects_of(pool: Pool, others: Sequence[PoolItem]) -> Array:
+    return np.array([pool.common(item).effects for item in others]).reshape(len(others), len(pool.items))
+
+
+def _among(items: Sequence[PoolItem], axes: Sequence[str]) -> Array:
+    return _effects_of(Pool.of(items, axes), items)
+
+
+def _success_after(pool: Pool, observations: Sequence[Observation]) -> Array:
+    fate = np.array([pool.common(o.item).fate for o in observations])
+    failed = np.array([o.measured is None for o in observations], dtype=bool)
+    return success_chance(fate.reshape(len(observations), len(pool.items)), failed)
+
+
 def propose(
     pool: Pool | Sequence[PoolItem],
     observations: Sequence[Observation],
     *,
     excluded: frozenset[str] = frozenset(),
+    pending: Sequence[PoolItem] = (),
 ) -> Proposal | None:
-    """The next candidate to measure, or ``None`` when every one is excluded.
+    """The next candidate to measure, or ``None`` when every one is excluded or in flight.
 
     Deterministic: ties go to the candidate that is earlier in the pool. ``excluded`` are config ids that are
-    measured, failed or in flight.
+    measured or failed; ``pending`` are probes in flight.
     """
     if not isinstance(pool, Pool):
         pool = Pool.of(pool)
-    open_items = np.flatnonzero([item.config_id not in excluded for item in pool.items])
-    if not len(open_items):
+    gone = excluded.union(item.config_id for item in pending)
+    rows = np.flatnonzero([item.config_id not in gone for item in pool.items])
+    if not len(rows):
         return None
-    codes = pool.codes[open_items]
-    seen = encode([o.choices for o in observations], pool.axes, pool.numbers)
-    measured = np.array([o.measured is not None for o in observations], dtype=bool)
-    ratios = np.array([math.log(o.measured / o.predicted) for o in observations if o.measured is not None])
-    mean, sd = posterior(codes, seen[measured] if len(seen) else seen, ratios)
-    mean = mean + pool.log_predicted[open_items]
-    success = failure_weight(codes, seen, ~measured) * pool.success[open_items]
-    values = [o.measured for o in observations if o.measured is not None]
-    if values:
-        best = max(values)
-        gain = expected_improvement(mean, sd, best) * success
-        index = int(np.argmax(gain))
-        relative = float(gain[index] / best)
+    after = outlook(pool, observations, pending=pending).of(rows)
+    if after.best is None:
+        place, gain = int(np.argmax(np.exp(after.log_mean) * after.success)), math.inf
     else:
-        index = int(np.argmax(np.exp(mean) * success))
-        relative = math.inf
+        gains = expected_improvement(after.log_mean, after.sd, after.best) * after.success / after.best
+        cost = after.seconds * (after.success + FAILURE_SHARE * (1.0 - after.success))
+        place = int(np.argmax(np.where(gains >= WORTHWHILE * gains.max(), gains / cost, -1.0)))
+        gain = float(gains[place])
+    log_mean, sd = float(after.log_mean[place]), float(after.sd[place])
     return Proposal(
-        index=int(open_items[index]),
-        expected=math.exp(mean[index]),
-        interval=(math.exp(mean[index] - 1.96 * sd[index]), math.exp(mean[index] + 1.96 * sd[index])),
-        expected_gain=relative,
+        index=int(rows[place]),
+        expected=math.exp(log_mean),
+        interval=(math.exp(log_mean - 1.96 * sd), math.exp(log_mean + 1.96 * sd)),
+        expected_gain=gain,
+        success=float(after.success[place]),
+        seconds=float(after.seconds[place]),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from titan_tune.domain.probe import Measurement, ProbeOutcome, ProbeStatus
 from titan_tune.probe.record import outcome_from_dict
+from titan_tune.study.lease import Lease
 
 
 class Role(StrEnum):
@@ -34,6 +35,12 @@ class Attr:
     PREDICTED = "predicted"
     CUT_BY_BUDGET = "cut_by_budget"
     """Whether the probe's timeout was what was left of the budget: a timeout is then nobody's fault."""
+    LEASE = "lease"
+    """Which search runs the trial (``titan_tune.study.lease``)."""
+    WITHDRAWN = "withdrawn"
+    """The trial was taken back before its probe started: another search was first, or the budget was used up."""
+    ADOPTS = "adopts"
+    """Number of a trial that was given up for lost; this one holds the outcome that it had after all."""
     STUDY = "titan_tune"
 
 
@@ -49,6 +56,8 @@ class TrialRecord:
     directory: Path
     outcome: ProbeOutcome
     predicted: Mapping[str, float]
+    adopts: int | None = None
+    """Number of the trial whose outcome this is, where that one had been given up for lost."""
 
     @property
     def measurement(self) -> Measurement | None:
@@ -62,9 +71,12 @@ class TrialRecord:
 
 
 def record_of(trial: FrozenTrial) -> TrialRecord | None:
-    """The record of a finished trial; ``None`` for a trial without an outcome (never started, or lost)."""
+    """The record of a finished trial; ``None`` for one whose probe never started."""
     attrs = trial.user_attrs
-    if trial.state not in (TrialState.COMPLETE, TrialState.FAIL) or Attr.OUTCOME not in attrs:
+    if trial.state not in (TrialState.COMPLETE, TrialState.FAIL) or Attr.CONFIG_ID not in attrs:
+        return None
+    outcome = _lost(attrs) if is_lost(trial) else _told(attrs)
+    if outcome is None:
         return None
     return TrialRecord(
         number=trial.number,
@@ -73,15 +85,53 @@ def record_of(trial: FrozenTrial) -> TrialRecord | None:
         choices=dict(trial.params),
         values=attrs.get(Attr.VALUES, {}),
         directory=Path(attrs[Attr.DIRECTORY]),
-        outcome=outcome_from_dict(attrs[Attr.OUTCOME]),
+        outcome=outcome,
         predicted=attrs.get(Attr.PREDICTED, {}),
+        adopts=attrs.get(Attr.ADOPTS),
+    )
+
+
+def is_lost(trial: FrozenTrial) -> bool:
+    """Whether another search ended the trial because the one that ran it seemed to be gone.
+
+    Such a trial failed without an outcome, or with the outcome of a completed probe: its own search came too late.
+    """
+    attrs = trial.user_attrs
+    if trial.state is not TrialState.FAIL or Attr.LEASE not in attrs or Attr.WITHDRAWN in attrs:
+        return False
+    outcome = _told(attrs)
+    return outcome is None or outcome.status is ProbeStatus.COMPLETED
+
+
+def _told(attrs: Mapping[str, Any]) -> ProbeOutcome | None:
+    return outcome_from_dict(attrs[Attr.OUTCOME]) if Attr.OUTCOME in attrs else None
+
+
+def _lost(attrs: Mapping[str, Any]) -> ProbeOutcome:
+    lease = Lease.from_dict(attrs[Attr.LEASE])
+    return ProbeOutcome(
+        ProbeStatus.CANCELLED, "the search that ran it ended", lease.seconds if lease else 0.0
+    )
+
+
+def collect(found: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
+    """Every probe once, oldest first: an outcome that was found later stands for the trial that was given up."""
+    records = sorted(found, key=lambda record: record.number)
+    heirs: dict[int, int] = {}
+    for record in records:
+        if record.adopts is not None:
+            heirs.setdefault(record.adopts, record.number)
+    return tuple(
+        record
+        for record in records
+        if record.number not in heirs and (record.adopts is None or heirs[record.adopts] == record.number)
     )
 
 
 def records_of(study: optuna.Study) -> tuple[TrialRecord, ...]:
     """Every finished probe of a study, oldest first."""
     trials = study.get_trials(deepcopy=False)
-    return tuple(record for record in map(record_of, trials) if record is not None)
+    return collect(record for record in map(record_of, trials) if record is not None)
 
 
 def completed(records: Sequence[TrialRecord]) -> list[TrialRecord]:

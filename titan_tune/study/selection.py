@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from titan_tune.errors import InputError
 from titan_tune.study.records import Role, TrialRecord, completed
 
+REPEAT_SPREAD = 0.03
+"""How far two runs of one configuration may lie apart on a shared machine; seen on H200s."""
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -70,10 +73,20 @@ def baseline_id(records: Sequence[TrialRecord]) -> str | None:
 
 
 def finalists(records: Sequence[TrialRecord], *, count: int) -> list[str]:
-    """Config ids of the best ``count`` configurations of the exploration, best first, the baseline left out."""
+    """Config ids of the best configurations of the exploration, best first, the baseline left out.
+
+    At most ``count``, and only those that may yet turn out the best: a clear winner needs no repeat of losers.
+    """
     base = baseline_id(records)
     explored = [r for r in records if r.role is not Role.FINALIST]
-    return [s.config_id for s in standings(explored) if s.config_id != base][:count]
+    ranked = [s for s in standings(explored) if s.config_id != base]
+    return [s.config_id for s in ranked[:count] if _may_beat(s, ranked[0])]
+
+
+def _may_beat(standing: Standing, best: Standing) -> bool:
+    """Whether repeats could put it first: what was measured is close, or too uncertain to tell."""
+    is_close = standing.tokens_per_second >= (1.0 - REPEAT_SPREAD) * best.tokens_per_second
+    return is_close or standing.interval[1] >= best.interval[0]
 
 
 def final_schedule(records: Sequence[TrialRecord], *, count: int, repeats: int) -> list[str]:

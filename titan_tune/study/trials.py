@@ -1,19 +1,17 @@
-"""One trial on disk and in the study: its folder, what was predicted for it, how its outcome is told."""
+"""One trial on disk: its folder, what was predicted for it, how long it ran."""
 
 from __future__ import annotations
 
-import dataclasses
+import os
+import tempfile
+import uuid
 from pathlib import Path
 
-import optuna
-from optuna.trial import Trial, TrialState
-
-from titan_tune.domain.probe import ProbeOutcome, ProbeStatus
-from titan_tune.probe.record import outcome_to_dict
 from titan_tune.study.plan import Ranked
-from titan_tune.study.records import Attr
-from titan_tune.study.storage import storage_errors
 from titan_tune.units import GIB
+
+FOLDER_FILE = "folder.id"
+"""In a study's folder: what tells it from folders of the same name on other disks."""
 
 
 def predictions(item: Ranked) -> dict[str, float]:
@@ -31,31 +29,34 @@ def predictions(item: Ranked) -> dict[str, float]:
 
 
 def new_directory(study_directory: Path, config_id: str) -> Path:
-    """An unused trial folder: ``trials/<config_id>``, later runs with ``-2``, ``-3``, …"""
+    """A new trial folder: ``trials/<config_id>``, later runs with ``-2``, ``-3``, …, whoever else makes some."""
     number = 1
     while True:
         name = config_id if number == 1 else f"{config_id}-{number}"
         directory = study_directory / "trials" / name
-        if not directory.exists():
+        try:
             directory.mkdir(parents=True, mode=0o700)
-            return directory
-        number += 1
-
-
-def tell(study: optuna.Study, trial: Trial, outcome: ProbeOutcome, *, capacity_gib: float, url: str) -> None:
-    """Record one outcome. Constraints are feasible at or below zero, and set on every completed trial."""
-    if outcome.status is ProbeStatus.TIMEOUT and trial.user_attrs.get(Attr.CUT_BY_BUDGET):
-        message = f"stopped because the budget ended: {outcome.message}"
-        outcome = dataclasses.replace(outcome, status=ProbeStatus.CANCELLED, message=message)
-    with storage_errors(url):
-        trial.set_user_attr(Attr.OUTCOME, outcome_to_dict(outcome))
-        measurement = outcome.measurement
-        if outcome.status is ProbeStatus.COMPLETED and measurement is not None:
-            excess = measurement.peak_device_bytes / GIB - capacity_gib
-            trial.set_constraint("memory", excess if measurement.memory_kind == "cuda" else 0.0)
-            study.tell(trial, measurement.tokens_per_second_per_gpu)
+        except FileExistsError:
+            number += 1
         else:
-            study.tell(trial, state=TrialState.FAIL)
+            return directory
+
+
+def folder_id(study_directory: Path) -> str:
+    """The identity of a study's folder, written on first use: two searches with the same one share a disk."""
+    path = study_directory / FOLDER_FILE
+    if not path.exists():
+        study_directory.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=study_directory, prefix=f".{FOLDER_FILE}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(f"{uuid.uuid4().hex}\n")
+            os.link(temporary, path)  # whole, or not at all, and only for the first
+        except FileExistsError:
+            pass
+        finally:
+            Path(temporary).unlink()
+    return path.read_text(encoding="utf-8").strip()
 
 
 def active_seconds(directory: Path) -> float:
