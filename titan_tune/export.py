@@ -8,15 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import titan_tune
+from titan_tune.catalog.typed import printable
 from titan_tune.domain.candidate import Value
+from titan_tune.domain.probe import Origin
 from titan_tune.probe.launch import ALLOCATOR
 from titan_tune.probe.toml import PLUGIN, PLUGIN_CONFIG
 from titan_tune.report.search import percent, tokens
 from titan_tune.study.info import StudyInfo
 from titan_tune.study.records import TrialRecord
 from titan_tune.study.selection import Standing, Winner
+from titan_tune.study.trend import Check, problems
 from titan_tune.titan.job import Job, render
 from titan_tune.units import format_gib
+
+RENDEZVOUS = "--rdzv-endpoint=$MASTER_ADDR:29500"
+"""The one word of a command that the shell expands."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,10 @@ class Export:
     command: tuple[str, ...]
     needs_plugin: bool
     """Whether the file only runs where titan-tune is installed beside torchtitan."""
+    comments: tuple[str, ...] = ()
+    """What stands at the top of every exported file: where the result is from, what to know before it runs."""
+    problems: tuple[str, ...] = ()
+    """Trend checks that are not ok, one line each; they are among the comments."""
 
 
 def plugin_reasons(job: Job, *, device: str) -> list[str]:
@@ -63,25 +73,36 @@ def launch_command(
     """The plain torchrun command for one file, in the allocator mode that was measured."""
     allocator = ("env", f"PYTORCH_ALLOC_CONF={ALLOCATOR}") if device == "cuda" else ()
     rendezvous = ["--standalone"] if num_nodes == 1 else [
-        f"--nnodes={num_nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=$MASTER_ADDR:29500",
+        f"--nnodes={num_nodes}", "--rdzv-backend=c10d", RENDEZVOUS,
     ]  # fmt: skip
     return (
-        *allocator, "torchrun", *rendezvous, f"--nproc-per-node={gpus_per_node}",
-        "-m", "torchtitan.train", "--job.config_file", str(toml),
+        *allocator, "torchrun", *rendezvous, f"--nproc-per-node={gpus_per_node}", *training_arguments(toml),
     )  # fmt: skip
+
+
+def training_arguments(toml: Path) -> tuple[str, ...]:
+    """What torchrun runs: torchtitan with one job file. A name that begins with ``-`` is no option."""
+    name = str(toml)
+    return "-m", "torchtitan.train", "--job.config_file", f"./{name}" if name.startswith("-") else name
 
 
 def command_text(command: Sequence[str]) -> str:
     """The command as a shell line; ``$MASTER_ADDR`` stays a variable."""
-    return " ".join(word if word.endswith("=$MASTER_ADDR:29500") else shlex.quote(word) for word in command)
+    return " ".join(f'"{word}"' if word == RENDEZVOUS else shlex.quote(word) for word in command)
 
 
 def export(
-    info: StudyInfo, study_name: str, standing: Standing, *, winner: Winner | None, output: Path
+    info: StudyInfo,
+    study_name: str,
+    standing: Standing,
+    *,
+    winner: Winner | None,
+    output: Path,
+    checks: Sequence[Check] = (),
 ) -> Export:
     """Render one measured configuration of a study.
 
-    ``winner`` gives the baseline that the gain is stated against.
+    ``winner`` gives the baseline that the gain is stated against; ``checks`` are the configuration's trend checks.
     """
     base = info.base()
     record = standing.latest
@@ -95,26 +116,36 @@ def export(
         gpus_per_node=info.cluster.gpus_per_node,
         device=info.device,
     )
+    found = problems(checks)
     comments = [
         *provenance(info, study_name, standing, winner),
+        *[f"trend check: {problem}" for problem in found],
         *[f"needs titan-tune beside torchtitan: {reason}" for reason in reasons],
         *[f"set by titan-tune: {key} = {_shown(base.get(key))} -> {_shown(value)}"
           for key, value in sorted(record.values.items()) if base.get(key) != value],
         f"launch: {command_text(command)}",
     ]  # fmt: skip
-    return Export(render(base, changed, comments=comments), command, bool(reasons))
+    lines = tuple(map(printable, comments))
+    return Export(render(base, changed, comments=lines), command, bool(reasons), lines, found)
 
 
 def provenance(info: StudyInfo, study_name: str, standing: Standing, winner: Winner | None) -> list[str]:
     """Where the numbers come from, one comment a line."""
     record, measurement = standing.latest, standing.latest.measurement
     low, high = standing.interval
+    dry = origin(standing) is Origin.DRY_RUN
+    speed = f"{tokens(standing.tokens_per_second)} tokens/s per GPU"
+    spread = f"{'interval' if dry else '95 % interval'} {tokens(low)} to {tokens(high)}"
     lines = [
         f"titan-tune {titan_tune.__version__}: study {study_name}, trial {record.number},"
         f" configuration {standing.config_id}, study of {info.created}",
-        f"measured: {tokens(standing.tokens_per_second)} tokens/s per GPU, 95 % interval"
-        f" {tokens(low)} to {tokens(high)}, {len(standing.runs)} run(s)",
+        f"{origin(standing)}: {speed}, {spread}, {len(standing.runs)} run(s)",
     ]
+    if dry:
+        lines.append(
+            "not measured on all GPUs: one rank of each kind ran alone on one GPU; communication and pipeline"
+            " bubble were computed"
+        )
     if measurement:
         kind = "resident set size" if measurement.memory_kind == "rss" else "active"
         memory = f"peak memory: {format_gib(measurement.peak_active_bytes)} {kind}"
@@ -136,6 +167,12 @@ def provenance(info: StudyInfo, study_name: str, standing: Standing, winner: Win
         for axis in numerics_changes(info, record, winner)
     ]
     return lines
+
+
+def origin(standing: Standing) -> Origin:
+    """Where the throughput comes from; the weakest of the runs that count."""
+    origins = {run.measurement.origin for run in standing.counted if run.measurement}
+    return Origin.DRY_RUN if Origin.DRY_RUN in origins else Origin.MEASURED
 
 
 def hardware(info: StudyInfo) -> str:

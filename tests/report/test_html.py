@@ -23,8 +23,8 @@ HOSTILE = [
     "-->\x00\x1b[31m\ud800 \u202eevil",
     "javascript:alert(1)",
 ]
-SECTIONS = ["answer", "price", "configurations", "progress", "predictions", "axes", "trials", "rejected", "failed",
-            "method", "limits"]  # fmt: skip
+SECTIONS = ["answer", "price", "configurations", "progress", "predictions", "axes", "trials", "trend", "rejected",
+            "failed", "method", "limits"]  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -137,7 +137,7 @@ def test_strings_of_a_study_stay_text(word):
     page.encode("utf-8")
     shown = Page(page).text
     if word.isprintable():
-        for section in ("trials", "rejected", "failed", "method", "limits"):
+        for section in ("trials", "trend", "rejected", "failed", "method", "limits"):
             assert word in shown[section]
 
 

@@ -38,7 +38,7 @@ def cells(markdown):
 def test_sections_hardware_date_and_versions_are_there():
     page = render_markdown(report(*full_study()))
     headings = [line for line in page.splitlines() if line.startswith("## ")]
-    assert headings[0] == "## The answer" and headings[-1] == "## Limits" and len(headings) == 11
+    assert headings[0] == "## The answer" and headings[-1] == "## Limits" and len(headings) == 12
     for fact in (
         "8 × NVIDIA H200",
         "2026-11-03",
@@ -133,5 +133,5 @@ def test_no_string_changes_the_shape_of_the_file(word):
 )
 def test_poor_studies_render(records):
     page = render_markdown(report(info(), records))
-    assert page.count("\n## ") == 11
+    assert page.count("\n## ") == 12
     assert "None" not in page

@@ -16,7 +16,7 @@ from titan_tune.space.axes import Budget
 from titan_tune.study.budget import Spent
 from titan_tune.study.plan import label_of
 from titan_tune.study.records import Role
-from titan_tune.study.search import Running, Snapshot
+from titan_tune.study.view import Running, Snapshot
 
 
 def drawn(renderable, width=120) -> str:

@@ -56,9 +56,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def fail(message: str, code: int) -> int:
-    """Print one line on stderr."""
-    line = " ".join(message.split())
-    print(f"titan-tune: {line}", file=sys.stderr)
+    """Print one line on stderr; what a terminal would obey instead of show is escaped."""
+    from titan_tune.catalog.typed import printable
+
+    print(f"titan-tune: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code
 
 

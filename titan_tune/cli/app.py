@@ -10,6 +10,7 @@ import typer
 
 import titan_tune
 from titan_tune.cli import fail
+from titan_tune.cli.storage import VARIABLE, concealed
 
 app = typer.Typer(
     name="titan-tune",
@@ -36,7 +37,13 @@ HfConfig = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable on stdout, everything else on stderr.")]
 Runs = Annotated[Path, typer.Option("--runs-dir", help="Folder that holds a folder for each study.")]
 Storage = Annotated[
-    str | None, typer.Option("--storage", help="Optuna storage URL; default: runs/<study>/study.db.")
+    str | None,
+    typer.Option(
+        "--storage",
+        envvar=VARIABLE,
+        help="Where the study is kept: a .journal or .log file (journal:///…) on a file system that hosts share, or a"
+        " database (postgresql://…). Several searches may share it. Default: runs/<study>/study.db, for one.",
+    ),
 ]
 
 
@@ -63,7 +70,9 @@ def estimate(
     sweep: Annotated[
         str | None, typer.Option(metavar="KEY=V1,V2,…", help="A table over one key's values.")
     ] = None,
-    method: Annotated[str, typer.Option(help="formula (at once) or trace (seconds, exact).")] = "formula",
+    method: Annotated[
+        str, typer.Option(help="formula (at once), trace (seconds, exact) or dry-run (one rank on a GPU).")
+    ] = "formula",
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page as well.")] = None,
     accounting: Annotated[
         bool,
@@ -106,7 +115,22 @@ def search(
     max_hours: Annotated[
         float | None, typer.Option(min=0.0, help="Hours of wall clock for this command.")
     ] = None,
-    runner: Annotated[str, typer.Option(help="local.")] = "local",
+    runner: Annotated[
+        str,
+        typer.Option(
+            help="local, slurm (a job a probe), allocation (in salloc: a step a probe) or dry-run (one rank, one GPU)."
+        ),
+    ] = "local",
+    parallel: Annotated[
+        int | None,
+        typer.Option(min=1, help="Probes in flight at once; default 1 (allocation: all that fit)."),
+    ] = None,
+    on_interrupt: Annotated[
+        str, typer.Option(help="Jobs on Ctrl-C: ask, leave (the same command finds them) or cancel.")
+    ] = "ask",
+    screen: Annotated[
+        str | None, typer.Option(help="dry-run: one rank on one GPU chooses before real probes do; or none.")
+    ] = None,
     plan_only: Annotated[
         bool, typer.Option("--plan", help="Show what would be searched; run nothing.")
     ] = False,
@@ -124,12 +148,15 @@ def search(
     options = SearchOptions(
         target=target,
         study=study,
-        storage=storage,
+        storage=concealed(storage),
         runs_dir=runs_dir,
         max_probes=max_probes,
         max_gpu_hours=max_gpu_hours,
         max_hours=max_hours,
         runner=runner,
+        parallel=parallel,
+        on_interrupt=on_interrupt,
+        screen=screen,
         plan_only=plan_only,
         gpus=gpus,
         nodes=nodes,
@@ -146,13 +173,20 @@ def search(
 def export(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="Study name, or its folder.")],
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="File to write; a folder with --pareto.")
-    ] = Path("best.toml"),
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="File to write (default best.toml, or best.sh); with --pareto a folder (front).",
+        ),
+    ] = None,
     trial: Annotated[int | None, typer.Option(help="This trial instead of the best.")] = None,
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Every configuration that none beats in both speed and memory.")
     ] = False,
-    format_name: Annotated[str, typer.Option("--format", help="toml or command.")] = "toml",
+    format_name: Annotated[
+        str, typer.Option("--format", help="toml; command prints the launch too; sbatch adds a script.")
+    ] = "toml",
     storage: Storage = None,
     runs_dir: Runs = Path("runs"),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
@@ -163,7 +197,7 @@ def export(
     raise typer.Exit(
         run_export(
             study, output=output, trial=trial, pareto=pareto, format_name=format_name,
-            storage=storage, runs_dir=runs_dir, force=force,
+            storage=concealed(storage), runs_dir=runs_dir, force=force,
         )
     )  # fmt: skip
 
@@ -179,7 +213,9 @@ def report(
     """Write one self-contained HTML page and its Markdown, and print the summary."""
     from titan_tune.cli.report import run_report
 
-    raise typer.Exit(run_report(study, output=output, storage=storage, runs_dir=runs_dir, as_json=as_json))
+    raise typer.Exit(
+        run_report(study, output=output, storage=concealed(storage), runs_dir=runs_dir, as_json=as_json)
+    )
 
 
 @app.command()
@@ -189,6 +225,21 @@ def doctor(as_json: Json = False) -> None:
     from titan_tune.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(as_json=as_json, console=stdout_console()))
+
+
+@app.command()
+def calibrate(
+    seconds: Annotated[float, typer.Option(help="Time for measuring, start-up left out.")] = 60.0,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the result here as well.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine's matmul, memory and collective speeds for the predictions."""
+    from titan_tune.cli.calibrate import run_calibrate
+    from titan_tune.cli.console import stdout_console
+
+    raise typer.Exit(run_calibrate(seconds=seconds, output=output, as_json=as_json, console=stdout_console()))
 
 
 @app.command()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from titan_tune.calibrate.store import calibrated
 from titan_tune.cli.target import cluster_from
 from titan_tune.domain.candidate import Value
 from titan_tune.errors import InputError, NothingFeasibleError, did_you_mean
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 
 INVALID: Final = NothingFeasibleError.exit_code
 TRACE: Final = "trace"
-METHODS: Final = (FORMULA, TRACE)
-NEEDED_TO_TRACE: Final = ("torch", "torchtitan")
+DRY_RUN: Final = "dry-run"
+METHODS: Final = (FORMULA, TRACE, DRY_RUN)
+NEEDED_TO_RUN: Final = ("torch", "torchtitan")
 
 
 def run_estimate(
@@ -62,7 +64,9 @@ def run_estimate(
             f"{job_path}: is a search space, not a job: search {job_path} --plan shows the estimates of its candidates"
         )
     job = load_job(job_path, sets=sets, hf_config=hf_config)
-    cluster = cluster_from(local_cluster(), gpus=gpus, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu)
+    cluster = calibrated(
+        cluster_from(local_cluster(), gpus=gpus, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu)
+    )
     if sweep is not None:
         return _run_sweep(job, cluster, sweep, method, as_json=as_json, console=console)
     result = _answer(job, cluster, method)
@@ -75,9 +79,9 @@ def run_estimate(
     if as_json:
         _print_json(console, answer_json(result))
     else:
-        from titan_tune.report.estimate import view
+        from titan_tune.report.dry_run import dry_run_view
 
-        console.print(view(result))
+        console.print(dry_run_view(result))
         if html is not None:
             console.print(f"\npage: {html}", highlight=False, soft_wrap=True)
     return INVALID if result.invalid else 0
@@ -90,15 +94,20 @@ def _check_options(method: str, *, sweep: str | None, html: Path | None, account
     if sweep is not None and (html is not None or accounting):
         other = "--html" if html is not None else "--accounting"
         raise InputError(f"--sweep and {other} exclude each other: a sweep is one table")
-    missing = [name for name in NEEDED_TO_TRACE if method == TRACE and importlib.util.find_spec(name) is None]
+    missing = [name for name in NEEDED_TO_RUN if method != FORMULA and importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(
-            f"--method trace: it runs the real torchtitan model, and {' and '.join(missing)} cannot be imported: "
+            f"--method {method}: it runs the real torchtitan model, and {' and '.join(missing)} cannot be imported: "
             "pip install 'titan-tune[probe]', or use --method formula"
         )
 
 
 def _answer(job: Job, cluster: ClusterSpec, method: str, *, advise: bool = True) -> Answer:
+    if method == DRY_RUN:
+        from titan_tune.cli.console import stderr_console
+        from titan_tune.cli.dry_run import dry_run_answer
+
+        return dry_run_answer(job, cluster, stderr_console())
     values = job.resolved()
     settings = settings_from(values, job.model, cluster)
     trace = _tracer(job, settings, values) if method == TRACE else None

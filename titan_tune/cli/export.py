@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_tune.cli.console import stderr_console
 from titan_tune.errors import InputError, ProbesFailedError
 from titan_tune.probe.record import write_whole
 
-FORMATS = ("toml", "command")
+if TYPE_CHECKING:
+    from titan_tune.export import Export
+    from titan_tune.study.open import OpenStudy
+    from titan_tune.study.selection import Standing
+
+FORMATS = ("toml", "command", "sbatch")
+OWN_FILE = "# titan-tune "
+"""How a file that titan-tune may replace begins; a script has it in its second line."""
 
 
 def run_export(
     study: str,
     *,
-    output: Path,
+    output: Path | None,
     trial: int | None,
     pareto: bool,
     format_name: str,
@@ -22,10 +30,19 @@ def run_export(
     runs_dir: Path,
     force: bool,
 ) -> int:
-    """Write the chosen configuration(s); returns the exit code."""
+    """Write the chosen configuration(s); returns the exit code.
+
+    ``output`` is the file to write, with ``pareto`` the folder of the files. For the format ``sbatch`` it is the
+    script, which gets its TOML beside it; for ``command`` the TOML that the printed command runs.
+
+    Raises:
+        InputError: no such study or trial, options that exclude each other, or a file in the way.
+        ProbesFailedError: nothing was measured.
+    """
     from titan_tune.export import command_text, export
     from titan_tune.study.open import open_study
-    from titan_tune.study.selection import pareto_front, standing_of_trial, winner
+    from titan_tune.study.selection import winner
+    from titan_tune.study.trend import standing_checks, study_checks
 
     if format_name not in FORMATS:
         raise InputError(f"--format: {format_name!r} is not one of: {', '.join(FORMATS)}")
@@ -35,37 +52,81 @@ def run_export(
     best = winner(opened.records)
     if best is None:
         raise ProbesFailedError(f"study {opened.name!r} has no measured configuration yet")
-    console = stderr_console()
-    if pareto:
-        chosen = [(s, output / f"{s.config_id}.toml") for s in pareto_front(opened.records)]
-    elif trial is not None:
-        chosen = [(standing_of_trial(opened.records, trial), output)]
-    else:
-        chosen = [(best.standing, output)]
-    for standing, path in chosen:
-        exported = export(opened.info, opened.name, standing, winner=best, output=path)
-        if format_name == "command":
+    output = output or Path("front" if pareto else "best.sh" if format_name == "sbatch" else "best.toml")
+    if output.is_dir() and not pareto:
+        raise InputError(f"-o: {output} is a folder; name a file in it")
+    checks = study_checks(opened.info, opened.records)
+    for standing, path in chosen(opened, best.standing, output, trial=trial, pareto=pareto):
+        toml, script = path, None
+        if format_name == "sbatch":
+            toml = path.with_suffix(".toml")
+            script = path if path != toml else path.with_suffix(".sh")
+        exported = export(
+            opened.info, opened.name, standing,
+            winner=best, output=toml, checks=standing_checks(standing, checks),
+        )  # fmt: skip
+        write_file(toml, exported.toml, force=force)
+        say(f"wrote {toml}: {speed(standing)}")
+        for problem in exported.problems:
+            say(f"warning: trend check {problem}")
+        if script is not None:
+            write_script(script, exported, opened, toml, force=force)
+        elif format_name == "command":
             print(command_text(exported.command))
-            continue
-        write_file(path, exported.toml, force=force)
-        console.print(
-            f"wrote {path}: {standing.tokens_per_second:,.0f} tokens/s per GPU",
-            highlight=False,
-            soft_wrap=True,
-        )
-        console.print(f"run it: {command_text(exported.command)}", highlight=False, soft_wrap=True)
+        else:
+            say(f"run it: {command_text(exported.command)}")
     return 0
 
 
-def write_file(path: Path, text: str, *, force: bool) -> None:
+def chosen(
+    opened: OpenStudy, best: Standing, output: Path, *, trial: int | None, pareto: bool
+) -> list[tuple[Standing, Path]]:
+    """What to write, and where."""
+    from titan_tune.study.selection import pareto_front, standing_of_trial
+
+    if pareto:
+        return [(s, output / f"{s.config_id}.toml") for s in pareto_front(opened.records)]
+    return [(standing_of_trial(opened.records, trial) if trial is not None else best, output)]
+
+
+def speed(standing: Standing) -> str:
+    """Throughput and where it is from."""
+    from titan_tune.export import origin
+
+    return f"{standing.tokens_per_second:,.0f} tokens/s per GPU ({origin(standing)})"
+
+
+def write_script(path: Path, exported: Export, opened: OpenStudy, toml: Path, *, force: bool) -> None:
+    """Write the batch script beside its TOML; the job runs in the current folder, as the search did."""
+    import shlex
+
+    from titan_tune.export_sbatch import export_sbatch
+    from titan_tune.probe.factory import slurm_settings
+
+    settings = slurm_settings(opened.info.slurm, f"study {opened.name}: slurm")
+    toml, log = toml.absolute(), path.absolute().with_suffix(".log")
+    write_file(
+        path,
+        export_sbatch(exported, opened.info, settings, toml=toml, log=log, workdir=Path.cwd()),
+        force=force,
+        executable=True,
+    )
+    say(f"wrote {path}; its log will be {log}")
+    say(f"submit it: sbatch {shlex.quote(f'./{path}' if str(path).startswith('-') else str(path))}")
+
+
+def say(text: str) -> None:
+    """One line on stderr, as it is."""
+    stderr_console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def write_file(path: Path, text: str, *, force: bool, executable: bool = False) -> None:
     """Write a result; an existing file is only replaced when it is titan-tune's own or ``force`` is set."""
     if path.is_dir():
         raise InputError(f"-o: {path} is a folder; name a file in it")
-    if (
-        path.exists()
-        and not force
-        and not path.read_text(encoding="utf-8", errors="replace").startswith("# titan-tune ")
-    ):
-        raise InputError(f"-o: {path} exists and was not written by titan-tune; --force replaces it")
+    if path.exists() and not force:
+        head = path.read_text(encoding="utf-8", errors="replace").removeprefix("#!/bin/bash\n")
+        if not head.startswith(OWN_FILE):
+            raise InputError(f"-o: {path} exists and was not written by titan-tune; --force replaces it")
     write_whole(path, text)
-    path.chmod(0o644)
+    path.chmod(0o755 if executable else 0o644)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import select
 import shlex
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_tune.cli import PROBE_PACKAGES, interrupt_on_terminate
 from titan_tune.cli.console import stderr_console, stdout_console
+from titan_tune.cli.private import private_files
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.errors import InputError, InterruptedSearchError, NothingFeasibleError, ProbesFailedError
 
@@ -18,6 +24,13 @@ if TYPE_CHECKING:
     from titan_tune.space.axes import Space
     from titan_tune.study.plan import Plan
     from titan_tune.study.records import TrialRecord
+    from titan_tune.study.view import View
+
+ON_INTERRUPT = ("ask", "leave", "cancel")
+SCREENS = ("none", "dry-run")
+ANSWER_SECONDS = 10.0
+SEARCH_PACKAGES = ("optuna", "numpy", "sqlalchemy")
+"""What a search needs where its probes run elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,9 @@ class SearchOptions:
     max_gpu_hours: float | None = None
     max_hours: float | None = None
     runner: str = "local"
+    parallel: int | None = None
+    on_interrupt: str = "ask"
+    screen: str | None = None
     plan_only: bool = False
     gpus: int | None = None
     nodes: int | None = None
@@ -45,24 +61,45 @@ class SearchOptions:
 def run_search(options: SearchOptions) -> int:
     """Search (or plan), print the summary, return the exit code."""
     from titan_tune.machine import local_cluster
+    from titan_tune.probe.factory import check_runner, needs_this_machines_devices, slurm_settings
 
-    if options.runner != "local":
-        raise InputError(f"--runner: {options.runner!r} is not one of: local")
-    require_probe_packages()
+    check_runner(options.runner)
+    if options.on_interrupt not in ON_INTERRUPT:
+        raise InputError(f"--on-interrupt: {options.on_interrupt!r} is not one of: {', '.join(ON_INTERRUPT)}")
+    if options.screen not in (None, *SCREENS):
+        raise InputError(f"--screen: {options.screen!r} is not one of: {', '.join(SCREENS)}")
+    here = needs_this_machines_devices(options.runner)
+    require_packages(PROBE_PACKAGES if here else SEARCH_PACKAGES)
     machine = local_cluster()
+    if not here and machine.gpu.is_cpu and not _names_a_gpu(options):
+        raise InputError(f"--runner {options.runner}: this machine has no GPU; name the cluster's with --gpu")
     space = load(options, machine)
+    if space.slurm:
+        slurm_settings(space.slurm, f"{space.name}: slurm")
     return _search(options, space, machine)
 
 
-def require_probe_packages() -> None:
+def _names_a_gpu(options: SearchOptions) -> bool:
+    """Whether the command or the file says which GPU the job is for."""
+    from titan_tune.space.file import is_space_file
+    from titan_tune.titan.job import parse_toml, read_text
+
+    if options.gpu is not None or not is_space_file(options.target):
+        return options.gpu is not None
+    cluster = parse_toml(read_text(options.target), source=str(options.target)).get("cluster", {})
+    return isinstance(cluster, dict) and "gpu" in cluster
+
+
+def require_packages(names: Sequence[str]) -> None:
     """Say which packages a search lacks, before anything starts."""
-    missing = [name for name in PROBE_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(f"search needs {', '.join(missing)}: pip install 'titan-tune[probe]'")
 
 
 def load(options: SearchOptions, machine: ClusterSpec) -> Space:
     """The space of the command: a space file, or a job with the default axes; flags override the file."""
+    from titan_tune.calibrate.store import calibrated
     from titan_tune.cli.target import cluster_from
     from titan_tune.space.default import space_from_job
     from titan_tune.space.file import is_space_file, load_space
@@ -79,6 +116,7 @@ def load(options: SearchOptions, machine: ClusterSpec) -> Space:
     else:
         job = load_job(options.target, sets=options.sets, hf_config=options.hf_config)
         space = space_from_job(job, given or machine)
+    space = replace(space, cluster=calibrated(space.cluster))
     return space.with_budget(
         max_probes=options.max_probes,
         max_gpu_hours=options.max_gpu_hours,
@@ -99,70 +137,123 @@ def _search(options: SearchOptions, space: Space, machine: ClusterSpec) -> int:
         return 0
     if not plan.pool:
         raise NothingFeasibleError("only the job as it is remains: nothing to search")
-    check_machine(space.cluster, machine)
-    return _run(options, plan, console)
+    return _run(options, plan, machine, console)
 
 
-def check_machine(cluster: ClusterSpec, machine: ClusterSpec) -> None:
-    """A local search needs the job's GPUs here."""
-    if cluster.num_nodes > 1:
-        raise InputError(f"--runner local runs on one node, the job asks for {cluster.num_nodes}")
-    if cluster.gpu.is_cpu != machine.gpu.is_cpu:
-        raise InputError(f"the job is for {cluster.gpu.name}, this machine has {machine.gpu.name}")
-    if not machine.gpu.is_cpu and cluster.gpus_per_node > machine.gpus_per_node:
-        raise InputError(
-            f"the job needs {cluster.gpus_per_node} GPUs, this machine has {machine.gpus_per_node}"
-        )
+@dataclass(frozen=True)
+class Ended:
+    """What one search came to."""
+
+    records: tuple[TrialRecord, ...]
+    reason: str
+    stopped: InterruptedSearchError | ProbesFailedError | None
 
 
-def _run(options: SearchOptions, plan: Plan, console: Any) -> int:
-    from titan_tune.machine import environment
-    from titan_tune.probe.local import LocalRunner
-    from titan_tune.report.search import make_view, summary
-    from titan_tune.study import storage as store
-    from titan_tune.study.info import join, new_info
-    from titan_tune.study.records import records_of
-    from titan_tune.study.search import Search, make_sampler
+def _run(options: SearchOptions, plan: Plan, machine: ClusterSpec, console: Any) -> int:
+    from titan_tune.report.search import summary
+    from titan_tune.study.storage import public_url
 
     name = options.study or default_name(options.target)
+    interrupt_on_terminate()
+    if (options.screen or plan.space.probe.screen) != "none":
+        plan = _screen(options, plan, name, machine, console)
+    ended = _search_study(options, plan, name, options.runner, machine, console)
+    if ended.reason:
+        console.print(f"exploring ended: {ended.reason}", highlight=False)
+    if ended.records:
+        out = console if options.as_json else stdout_console()
+        numerics, ranks = plan.space.numerics_axes, plan.space.cluster.world_size
+        out.print(summary(ended.records, numerics_axes=numerics, world_size=ranks))
+    if options.as_json:
+        print(json.dumps(result_data(name, ended.records, ended.reason), indent=1))
+    if ended.stopped:
+        raise ended.stopped
+    export = ["titan-tune", "export", name]
+    if options.runs_dir != SearchOptions.runs_dir:
+        export += ["--runs-dir", str(options.runs_dir)]
+    if options.storage is not None:
+        export += ["--storage", public_url(options.storage)]
+    console.print(f"next: {shlex.join(export)} -o best.toml", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _screen(options: SearchOptions, plan: Plan, name: str, machine: ClusterSpec, console: Any) -> Plan:
+    """The plan with what dry runs of its best candidates say."""
+    from titan_tune.study.screen import screen_name, screen_plan, screened
+
+    if plan.space.cluster.world_size == 1:
+        console.print("a job of one GPU needs no dry runs: its probes cost the same", highlight=False)
+        return plan
+    console.print("screening: dry runs before the probes", highlight=False)
+    ended = _search_study(options, screen_plan(plan), screen_name(name), "dry-run", machine, console)
+    if isinstance(ended.stopped, InterruptedSearchError):
+        raise ended.stopped
+    if ended.stopped:
+        console.print(f"no dry run came to anything, going on without: {ended.stopped}", highlight=False)
+    return screened(plan, ended.records)
+
+
+def _search_study(
+    options: SearchOptions, plan: Plan, name: str, runner_name: str, machine: ClusterSpec, console: Any
+) -> Ended:
+    """One search of one study, from its lock to its last record."""
+    from titan_tune.machine import environment
+    from titan_tune.probe.factory import RunnerRequest, make_runner
+    from titan_tune.report.search import make_view
+    from titan_tune.study import storage as store
+    from titan_tune.study.choose import make_sampler
+    from titan_tune.study.info import join, new_info
+    from titan_tune.study.search import Search
+
+    space = plan.space
     directory = store.study_directory(options.runs_dir, name).absolute()
     url = store.storage_url(directory, options.storage)
-    device = "cpu" if plan.space.cluster.gpu.is_cpu else "cuda"
-    interrupt_on_terminate()
-    with store.search_lock(directory, name):
+    device = "cpu" if space.cluster.gpu.is_cpu else "cuda"
+    request = RunnerRequest(
+        cluster=space.cluster,
+        machine=machine,
+        device=device,
+        study=name,
+        directory=directory,
+        parallel=options.parallel if runner_name == options.runner else None,
+        slurm=space.slurm,
+        source=f"{space.name}: slurm",
+    )
+    with ExitStack() as held:
+        held.enter_context(private_files())
+        runner = held.enter_context(closing(make_runner(runner_name, request)))
+        if options.storage is None:
+            held.enter_context(store.search_lock(directory, name))
+        store.private_directory(directory)
         sampler = make_sampler(plan)
         study = store.create_or_load(name, url, sampler=sampler)
         with store.storage_errors(url):
             join(study, new_info(plan, device=device, environment=environment()))
-        runner = LocalRunner(plan.space.cluster.gpus_per_node, device)
-        stopped: InterruptedSearchError | ProbesFailedError | None = None
-        reason = ""
         with make_view(console) as view:
             view.note(f"study {name} in {directory}")
+            search = Search(
+                plan, study, sampler, runner, directory, view,
+                url=url, device=device, leave=partial(leave_running, options.on_interrupt, view),
+            )  # fmt: skip
             try:
-                reason = Search(plan, study, sampler, runner, directory, view, url=url, device=device).run()
+                reason = search.run()
+                return Ended(search.records, reason, None)
             except (InterruptedSearchError, ProbesFailedError) as error:
-                stopped = error
-        records = records_of(study)
-    if reason:
-        console.print(f"exploring ended: {reason}", highlight=False)
-    if records:
-        world_size = plan.space.cluster.world_size
-        out = console if options.as_json else stdout_console()
-        out.print(summary(records, numerics_axes=plan.space.numerics_axes, world_size=world_size))
-    if options.as_json:
-        print(json.dumps(result_data(name, records, reason), indent=1))
-    if stopped:
-        raise stopped
-    where = (
-        ""
-        if options.runs_dir == SearchOptions.runs_dir
-        else f" --runs-dir {shlex.quote(str(options.runs_dir))}"
+                return Ended(search.records, "", error)
+
+
+def leave_running(choice: str, view: View, probes: int) -> bool:
+    """Whether jobs go on without the search: as ``--on-interrupt`` says, or as the user answers in time."""
+    if choice != "ask":
+        return choice == "leave"
+    if not sys.stdin.isatty():
+        return False
+    view.note(
+        f"{probes} job{'s' if probes > 1 else ''} in flight: l + Enter leaves them for the same command to find;"
+        f" anything else, or {ANSWER_SECONDS:.0f} s, cancels them"
     )
-    console.print(
-        f"next: titan-tune export {shlex.quote(name)}{where} -o best.toml", highlight=False, soft_wrap=True
-    )
-    return 0
+    ready, _, _ = select.select([sys.stdin], [], [], ANSWER_SECONDS)
+    return bool(ready) and sys.stdin.readline().strip().lower() in ("l", "leave")
 
 
 def default_name(target: Path) -> str:

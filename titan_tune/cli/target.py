@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titan_tune.catalog.loader import gpu_spec
-from titan_tune.domain.cluster import ClusterSpec
+from titan_tune.domain.cluster import MAX_WORLD_SIZE, ClusterSpec
 from titan_tune.errors import InputError
 
 GPUS_PER_NODE = 8
@@ -20,6 +20,10 @@ def cluster_from(
     spec = gpu_spec(gpu) if gpu else machine.gpu
     if gpus is not None and nodes is not None:
         raise InputError("--gpus and --nodes exclude each other: give --nodes with --gpus-per-node")
+    ranks = gpus if gpus is not None else (nodes or 1) * (gpus_per_node or 1)
+    if ranks > MAX_WORLD_SIZE:
+        flags = "--gpus" if gpus is not None else "--nodes x --gpus-per-node"
+        raise InputError(f"{flags}: {ranks} GPUs; at most {MAX_WORLD_SIZE}")
     if gpus is not None:
         per_node = gpus_per_node or min(gpus, GPUS_PER_NODE)
         if gpus % per_node:

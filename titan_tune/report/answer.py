@@ -108,8 +108,8 @@ def break_even_hours(gpu_hours: float, *, world_size: int, gain: float) -> float
 
 
 def price(records: Sequence[TrialRecord], answer: Answer | None, *, world_size: int) -> Price:
-    """Probes, GPU-hours and the break-even; every GPU of the job counts while a probe runs."""
-    gpu_hours = sum(r.outcome.seconds for r in records) * world_size / SECONDS_PER_HOUR
+    """Probes, GPU-hours and the break-even; every GPU of the job counts while a probe runs, of a dry run one."""
+    gpu_hours = sum(r.outcome.gpu_seconds(world_size) for r in records) / SECONDS_PER_HOUR
     counts = Counter(str(r.outcome.status) for r in records)
     return Price(
         probes=len(records),

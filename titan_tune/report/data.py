@@ -16,6 +16,8 @@ from titan_tune.domain.probe import Measurement, ProbeSettings, ProbeStatus
 from titan_tune.report.analysis import Comparison, Effect, axis_effects, compare_memory, compare_throughput
 from titan_tune.report.answer import Answer, Choices, Price, answer, memory_of, numerics, price
 from titan_tune.report.rows import Axis, Configuration, Coverage, Rejection, Step, TrialRow, label_of
+from titan_tune.report.timing import PhaseTime, where_time_went
+from titan_tune.report.trend import TrendTable, trend_table
 from titan_tune.space.enumerate import BASE_LABEL
 from titan_tune.study.info import StudyInfo
 from titan_tune.study.records import Role, TrialRecord
@@ -23,6 +25,8 @@ from titan_tune.study.selection import Standing, baseline_id, standings, winner
 
 SCHEMA = 1
 SECONDS_PER_MINUTE = 60.0
+TABLES_OF_DETAILS = ("phases", "trend")
+"""Details of an outcome that are shown in tables of their own or judged elsewhere."""
 VERSIONS = ("python", "driver", "cuda")
 """Of the study's environment. The host's name stays out: reports are committed and published."""
 
@@ -64,7 +68,10 @@ class ReportData:
     memory: Comparison
     effects: tuple[Effect, ...]
     trials: tuple[TrialRow, ...]
+    trend: TrendTable
     coverage: Coverage
+    phases: tuple[PhaseTime, ...]
+    """Where the probes' wall time went; empty where it is not known."""
     method: Method
     axes: tuple[Axis, ...]
     common: Choices
@@ -122,7 +129,9 @@ def report_data(
         memory=compare_memory(ranked, labels),
         effects=axis_effects(ranked, info.axes, start=start),
         trials=tuple(_trial(r, distinct) for r in records),
+        trend=trend_table(info, records, best, labels),
         coverage=_coverage(info, records),
+        phases=where_time_went(records),
         method=_method(info, records, made=made),
         axes=tuple(
             Axis(name, tuple(labels), name in info.numerics_axes) for name, labels in info.axes.items()
@@ -178,7 +187,7 @@ def _steps(records: Sequence[TrialRecord], labels: Mapping[str, str], *, world_s
     minutes, best, steps = 0.0, None, []
     base = baseline_id(records)
     for record in records:
-        minutes += record.outcome.seconds * world_size / SECONDS_PER_MINUTE
+        minutes += record.outcome.gpu_seconds(world_size) / SECONDS_PER_MINUTE
         measured = record.tokens_per_second
         if measured is not None and record.role is not Role.FINALIST:
             best = max(best or 0.0, measured)
@@ -211,7 +220,11 @@ def _trial(record: TrialRecord, distinct: Mapping[str, Choices]) -> TrialRow:
         time_to_first_step=measurement.time_to_first_step if measurement else None,
         folder=record.directory.name,
         message=outcome.message,
-        details=tuple((str(name), str(value)) for name, value in sorted(outcome.details.items())),
+        details=tuple(
+            (str(name), str(value))
+            for name, value in sorted(outcome.details.items())
+            if name not in TABLES_OF_DETAILS
+        ),
         warnings=outcome.warnings,
     )
 

@@ -197,16 +197,22 @@ def figures(answer: Answer, memory: MemoryEstimate) -> list[tuple[str, str, str]
     if step_time is not None:
         slow, fast = step_time.interval
         speed = f"{step_time.tokens_per_second_per_gpu:,.0f} tokens/s"
-        found += [
-            ("speed", speed, f"per GPU, {slow:,.0f} to {fast:,.0f}; a step takes {step_time.seconds:.2f} s"),
-            ("minimum", _minimum(answer.minimum_gpus), "as it is, more or fewer data_parallel_shard ranks"),
-        ]
+        found.append(
+            ("speed", speed, f"per GPU, {slow:,.0f} to {fast:,.0f}; a step takes {step_time.seconds:.2f} s")
+        )
+        if answer.dry_run is None:  # one configuration was run, no other
+            minimum = _minimum(answer.minimum_gpus)
+            found.append(("minimum", minimum, "as it is, more or fewer data_parallel_shard ranks"))
     return [*found, ("source", memory.method, _source(answer))]
 
 
 def _source(answer: Answer) -> str:
+    if answer.dry_run is not None:
+        return "run without peers: memory and compute measured, communication and pipeline bubble computed"
     if not answer.traces:
-        return "nothing was run; constants from H200, torch 2.11, torchtitan 0.2.2"
+        rates = answer.settings.cluster.rates
+        measured = f"; speeds {rates.source}" if rates is not None else ""
+        return f"nothing was run; constants from H200, torch 2.11, torchtitan 0.2.2{measured}"
     seconds = sum(trace.seconds for trace in answer.traces)
     beside = "; speed by formula" if answer.step_time else "; the formula knows no speed for this model"
     return f"two steps of the real model under fake tensors, {seconds:.0f} s on the CPU{beside}"

@@ -25,8 +25,10 @@ def render_html(data: ReportData) -> str:
         ("predictions", "Predicted against measured", _predictions(data)),
         ("axes", "The effect of each axis", _effects(data)),
         ("trials", "All trials", _trials(data)),
+        ("trend", "Does it train soundly", _trend(data)),
         ("rejected", f"Rejected before any {data.worker}", _rejected(data)),
         ("failed", "What failed", _failed(data)),
+        *([("time", "Where the time went", _phases(data))] if data.phases else []),
         ("method", "How it was measured", _method(data)),
         ("limits", "Limits", [el("ul", *(el("li", text) for text in words.limits(data)))]),
     ]
@@ -239,6 +241,29 @@ def _failures(data: ReportData) -> Markup:
         why = el("td", t.message or "no message", *more, class_="wide")
         rows.append((str(t.number), t.role, t.status, why, el("td", choices(t.choices), class_="wide")))
     return table(("#", "role", "status", "why", "configuration"), rows)
+
+
+def _trend(data: ReportData) -> list[str]:
+    if not data.trend.rows:
+        return [el("p", "No configuration was measured.")]
+    blocks: list[str] = [el("p", words.TREND_INTRO, " ", source("measured"))]
+    if data.trend.best:
+        rows = [
+            (check.name, str(check.grade), el("td", check.text, class_="wide")) for check in data.trend.best
+        ]
+        note = "note" if data.trend.best_problems else None
+        blocks += [el("p", words.trend_sentence(data), class_=note), table(words.TREND_NAMES, rows)]
+    blocks += [el("h3", "Every measured probe"), *common(data)]
+    blocks.append(table(words.trend_names(data), words.trend_rows(data)))
+    found = [f"#{row.number}: {problem}" for row in data.trend.rows for problem in row.problems]
+    return [*blocks, el("ul", *(el("li", line) for line in found))] if found else blocks
+
+
+def _phases(data: ReportData) -> list[str]:
+    return [
+        el("p", "Wall time of the probes. ", source("measured")),
+        table(words.PHASE_NAMES, words.phase_rows(data)),
+    ]
 
 
 def _method(data: ReportData) -> list[str]:

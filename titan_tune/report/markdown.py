@@ -29,8 +29,10 @@ def render_markdown(data: ReportData) -> str:
         ("Predicted against measured", _predictions(data)),
         ("The effect of each axis", _effects(data)),
         ("All trials", _trials(data)),
+        ("Does it train soundly", _trend(data)),
         (f"Rejected before any {data.worker}", _rejected(data)),
         ("What failed", _failed(data)),
+        *([("Where the time went", _phases(data))] if data.phases else []),
         ("How it was measured", _method(data)),
         ("Limits", [bullets(words.limits(data))]),
     ]
@@ -177,6 +179,26 @@ def _failed(data: ReportData) -> list[str]:
     ]
     warned = [f"#{number}: {warning}" for number, warning in data.warnings]
     return [*parts, "### Warnings of probes", bullets(warned)] if warned else parts
+
+
+def _trend(data: ReportData) -> list[str]:
+    if not data.trend.rows:
+        return ["No configuration was measured."]
+    parts = [words.TREND_INTRO]
+    if data.trend.best:
+        rows = [(check.name, str(check.grade), check.text) for check in data.trend.best]
+        parts += [text(words.trend_sentence(data)), table(words.TREND_NAMES, rows)]
+    parts += [
+        "### Every measured probe",
+        *_common(data),
+        table(words.trend_names(data), words.trend_rows(data)),
+    ]
+    found = [f"#{row.number}: {problem}" for row in data.trend.rows for problem in row.problems]
+    return [*parts, bullets(found)] if found else parts
+
+
+def _phases(data: ReportData) -> list[str]:
+    return ["Wall time of the probes, measured.", table(words.PHASE_NAMES, words.phase_rows(data))]
 
 
 def _method(data: ReportData) -> list[str]:

@@ -16,8 +16,8 @@ from titan_tune.space.axes import Budget
 from titan_tune.study.budget import SECONDS_PER_HOUR, Spent
 from titan_tune.study.plan import Plan, label_of
 from titan_tune.study.records import TrialRecord
-from titan_tune.study.search import Running, Snapshot
 from titan_tune.study.selection import Standing, Winner, standings, winner
+from titan_tune.study.view import Running, Snapshot
 from titan_tune.units import format_duration, format_gib
 
 SHOWN_CONFIGURATIONS = 10
@@ -165,6 +165,8 @@ def counts_line(snapshot: Snapshot) -> Text:
     plan = snapshot.plan
     explored = {r.config_id for r in snapshot.records}
     line = Text(f"{len(plan.pool)} candidates, {len(explored)} tried")
+    if snapshot.elsewhere:
+        line.append(f", {snapshot.elsewhere} in flight in other searches")
     reasons = ", ".join(f"{rule} {count}" for rule, count in plan.rejected.most_common(5))
     if reasons:
         line.append(f"; rejected before any GPU: {reasons}", style="dim")
@@ -256,7 +258,7 @@ def summary(
 
 def verdict_line(best: Winner, records: Sequence[TrialRecord], *, world_size: int) -> str:
     """Winner, gain with its interval, price."""
-    hours = sum(r.outcome.seconds for r in records) * world_size / SECONDS_PER_HOUR
+    hours = sum(r.outcome.gpu_seconds(world_size) for r in records) / SECONDS_PER_HOUR
     price = f"{len(records)} probes, {hours:.2f} GPU-hours"
     speed = f"{tokens(best.standing.tokens_per_second)} tokens/s per GPU"
     if best.gain is None or best.gain_interval is None:

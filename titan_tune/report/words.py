@@ -24,6 +24,12 @@ EFFECTS = (
     "Median change of throughput over pairs of measured configurations that differ only in that axis; the range spans"
     " all pairs. One pair is one observation, not a rule."
 )
+TREND_INTRO = (
+    "What people look at by hand in a short run. Losses are compared with the job as it was, step by step. A check that"
+    " does not concern a configuration, or for which its probe has no figures, is left out."
+)
+TREND_NAMES = ("check", "verdict", "found")
+PHASE_NAMES = ("phase", "all probes", "share", "median of a probe")
 NO_EFFECTS = "No two measured configurations differ in only one axis, so no effect can be stated."
 
 
@@ -343,3 +349,38 @@ def method_rows(data: ReportData) -> list[tuple[str, str]]:
 
 def _range(low: int, high: int) -> str:
     return str(low) if low == high else f"{low} to {high}"
+
+
+def trend_sentence(data: ReportData) -> str:
+    """Whether the best configuration passes its trend checks."""
+    found = data.trend.best_problems
+    if not found:
+        return f"The best configuration passes {plural(len(data.trend.best), 'check')}."
+    return "The best configuration does not pass every check: " + "; ".join(found) + "."
+
+
+def trend_names(data: ReportData) -> tuple[str, ...]:
+    """Headings of the table of all probes."""
+    return ("#", *data.trend.checks, "configuration")
+
+
+def trend_rows(data: ReportData) -> list[tuple[str, ...]]:
+    """Verdicts of every measured probe."""
+    names = data.trend.checks
+    return [
+        (f"{row.number}", *(row.grades.get(name, "–") for name in names), row.label)
+        for row in data.trend.rows
+    ]
+
+
+def phase_rows(data: ReportData) -> list[tuple[str, str, str, str]]:
+    """Phase, seconds in all, share, and the median of a probe."""
+    return [
+        (
+            phase.name,
+            format_duration(phase.seconds),
+            share(phase.share),
+            "" if phase.typical is None else f"{phase.typical:.1f} s",
+        )
+        for phase in data.phases
+    ]
