@@ -28,12 +28,22 @@ def working_set(s: Shapes) -> tuple[float, float]:
         behind = s.compute_bytes * (3 * s.dim * s.ffn + s.dim * s.attention.output) / s.tp  # w1 ... w3, wo
         held = _held_in_attention(s, s.compute_bytes * s.tokens * s.dim, is_moe=False)
         need = max(need, held + behind - saved_block_bytes(s, mode))
+        if s.compile_block and s.tp > 1:
+            need = max(need, _end_of_block(s) - saved_block_bytes(s, mode))
     if s.cp > 1:
         mode = Recompute.FULL if s.recompute is Recompute.EVERY else s.recompute
         held = saved_block_bytes(s, Recompute.FULL) + attention_kept_bytes(s)
         held += s.compute_bytes * (s.tokens * s.dim + 3 * s.dim * s.ffn / s.tp)  # and w1's ... w3's gradients
         need = max(need, held + _ring_backward_bytes(s) - saved_block_bytes(s, mode))
     return need, 0.0
+
+
+def _end_of_block(s: Shapes) -> float:
+    """Where a compiled block's backward ends under TP: every weight's gradient, and at full width the norm's output
+    and the gradients of queries, keys and values (traced; 405B with TP 8 and one sequence on an H200)."""
+    full_width = 4 * s.compute_bytes * s.tokens * s.dim
+    gradients = s.compute_bytes * s.gathered_params(False)
+    return saved_block_bytes(s, Recompute.FULL) + s.residual_stream_bytes + full_width + gradients
 
 
 def _ring_backward_bytes(s: Shapes) -> float:

@@ -30,11 +30,11 @@ class Halves(NamedTuple):
     input_peak: float
     """The first block of the input half, its own needs."""
     input_kept: float
-    """Kept by the blocks behind the last one of the input half."""
+    """Kept by all that the input half ran before that block."""
     weight_peak: float
     """The weight half beyond ``retained``, without the weights' gradients."""
     weight_gradients: float
-    """Weights' gradients in the compute dtype that are there by then."""
+    """Weights' gradients in the compute dtype that are there by then, less what more is gone than came."""
 
 
 NO_HALVES = Halves(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -74,10 +74,12 @@ def halves_of(s: Shapes, first: int, end: int, *, is_last: bool, logits: float) 
         weight_peak += logits  # their sum's copy
         weight_peak -= retained
         weight_gradients += s.compute_bytes * (s.embedding_shard_params + s.dim)
+    if weight_peak < 0:
+        weight_peak, weight_gradients = 0.0, max(0.0, weight_gradients + weight_peak)
     return Halves(
         retained=retained,
         input_peak=_input_half(s, hidden),
-        input_kept=blocks - block.gradients,
+        input_kept=blocks - block.gradients + tail,
         weight_peak=weight_peak,
         weight_gradients=weight_gradients,
     )

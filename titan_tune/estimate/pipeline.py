@@ -1,9 +1,9 @@
 """Peak memory of each pipeline rank: its stages, its schedule, its receive buffers.
 
-PP alone was held against H200 runs (1F1B, torch 2.11); PP with FSDP or TP follows the source of
-``torch.distributed.pipelining`` and was not measured. FSDP under PP keeps weights gathered
-(``reshard_after_forward`` default) and accumulates unsharded fp32 gradients until the last
-microbatch.
+Held against H200 runs of 1F1B and Interleaved1F1B, and against dry runs of one rank of N (FSDP, TP and CP under
+PP, zero-bubble schedules; torch 2.11). FSDP under PP keeps weights gathered (``reshard_after_forward`` default) and
+accumulates unsharded fp32 gradients until a stage's last microbatch. Weight halves leave theirs in the compute dtype:
+FSDP's hooks do not run there, and the next input half adds them up.
 
 A search asks for the worst rank only, so ranks between the ends are bounded first and computed where
 the bound is not enough (:meth:`PipelineMemory.worst`).
@@ -26,9 +26,15 @@ from titan_tune.estimate.phases import (
     loss_bytes,
     sharded_state,
 )
-from titan_tune.estimate.reserved import logits_hole_bytes, pool_bytes, pools_of
+from titan_tune.estimate.reserved import (
+    WEIGHT_HALF,
+    logits_hole_bytes,
+    loss_hole_bytes,
+    pool_bytes,
+    pools_of,
+)
 from titan_tune.estimate.schedule import (
-    INPUT,
+    BACKWARD,
     WEIGHT,
     ZERO_BUBBLE_SCHEDULES,
     Moment,
@@ -60,7 +66,7 @@ class _RankPlan(NamedTuple):
     backwards: tuple[Moment, ...]
 
 
-_Counts = tuple[tuple[int, ...], tuple[int, ...], tuple[int]]
+_Counts = tuple[tuple[int, ...], tuple[int, ...], int]
 """Microbatches in flight and pending, per local stage; input gradients kept."""
 
 
@@ -86,12 +92,13 @@ class _Plan(NamedTuple):
 def _plan(
     schedule: str, pp: int, split: Split, microbatches: int, overlap: bool, by_layer: bool, counted: bool
 ) -> _Plan:
-    """``overlap``: of DualPipeV's forwards and backwards; ``by_layer``: stages of the same length differ by their place in the model; ``counted``: by how many
-    blocks their rank has before them."""
+    """``overlap``: whether DualPipeV runs forwards and backwards at once; ``by_layer``: stages of the same length
+    differ by their place in the model; ``counted``: by how many blocks their rank has before them."""
+    least_held = max(1, min(split.layers))  # each block's input
     ranks = tuple(
         _RankPlan(
             _stage_keys(schedule, rank, pp, split, by_layer, counted),
-            moments(schedule, rank, pp, split.stages_per_rank, microbatches, overlap),
+            moments(schedule, rank, pp, split.stages_per_rank, microbatches, overlap, least_held),
         )
         for rank in range(pp)
     )
@@ -99,27 +106,34 @@ def _plan(
     groups: dict[tuple[StageKey, ...], list[_Between]] = {}
     for rank, plan in enumerate(ranks):
         if rank not in ends:
-            held = _undominated((m.in_flight, m.pending, (m.kept_gradients,)) for m in plan.backwards)
+            held = _undominated(
+                ((m.in_flight, m.pending, m.kept_gradients) for m in plan.backwards), least_held
+            )
             groups.setdefault(plan.stages, []).append(_Between(plan.stages, held, rank, ()))
-    between = tuple(_together(keys, members) for keys, members in groups.items())
+    between = tuple(_together(keys, members, least_held) for keys, members in groups.items())
     if groups and not by_layer and not counted:  # a longer stage holds more in every respect
         longest = tuple(max(column) for column in zip(*groups, strict=True))
-        between = (_together(longest, between),)
+        between = (_together(longest, between, least_held),)
     return _Plan(ranks, ends, between)
 
 
-def _together(stages: tuple[StageKey, ...], parts: Sequence[_Between]) -> _Between:
+def _together(stages: tuple[StageKey, ...], parts: Sequence[_Between], least_held: int) -> _Between:
     if len(parts) == 1:
         return parts[0]
-    held = _undominated(counts for part in parts for counts in part.held)
+    held = _undominated((counts for part in parts for counts in part.held), least_held)
     return _Between(stages, held, None, tuple(parts))
 
 
-def _undominated(held: Iterable[_Counts]) -> tuple[_Counts, ...]:
+def _undominated(held: Iterable[_Counts], least_held: int) -> tuple[_Counts, ...]:
     every = sorted(set(held))
 
     def dominates(a: _Counts, b: _Counts) -> bool:
-        return a != b and all(x >= y for x, y in zip(a[0] + a[1] + a[2], b[0] + b[1] + b[2], strict=True))
+        more_held = least_held * (sum(a[0]) - sum(b[0]))
+        return (
+            a != b
+            and all(x >= y for x, y in zip(a[0] + a[1], b[0] + b[1], strict=True))
+            and a[2] + more_held >= b[2]
+        )
 
     return tuple(counts for counts in every if not any(dominates(other, counts) for other in every))
 
@@ -188,47 +202,64 @@ _ROW_ITEMS = (
     "embedding_scratch",
 )
 _NEW_GRADIENTS = _ROW_ITEMS.index("new_gradients")
+_LOGITS = _ROW_ITEMS.index("logits_loss")
+
+
+class _Gradients(NamedTuple):
+    """What a rank does with its gradients between microbatches."""
+
+    is_sharded: bool
+    """Under FSDP: accumulated unsharded until a stage's last microbatch."""
+    from_before: bool
+    """An earlier forward and backward of the same step left some, not sharded."""
+    shards: float
+    """1 where a stage's reduced gradients are new memory, else 0."""
+
 
 _Held = tuple[float, float, float, float]
 """Activations, attention scores, logits and gradients that a rank holds before a backward, bytes."""
 
 
-def _held_at(stages: list[Stage], moment: Moment, k: _Costs, held_always: Accumulation) -> _Held:
-    """What the rank holds besides the states; ``held_always`` says what its gradients are."""
-    activations, scores, gradients = moment.kept_gradients * k.hidden, 0.0, 0.0
-    logits = moment.kept_outputs * k.logits
-    position = moment.position
-    for number, stage in enumerate(stages):
-        in_flight, pending = moment.in_flight[number], moment.pending[number]
-        activations += in_flight * stage.activations + pending * stage.halves.retained
+def _held_at(stages: list[Stage], moment: Moment, k: _Costs, of_rank: _Gradients) -> _Held:
+    """What the rank holds besides what it always holds."""
+    position, all_in_flight, all_pending, accumulated, kind, late, reduced, kept_gradients, kept_outputs = (
+        moment
+    )
+    is_sharded, from_before, shards = of_rank
+    activations, scores, gradients = kept_gradients * k.hidden, 0.0, 0.0
+    logits = kept_outputs * k.logits
+    for stage, in_flight, pending, has_gradients, is_late, is_reduced in zip(
+        stages, all_in_flight, all_pending, accumulated, late, reduced, strict=True
+    ):
+        activations += in_flight * stage.activations
         scores += in_flight * stage.scores
-        logits += (in_flight - pending) * stage.logits + pending * stage.retained_logits
-        if held_always.is_sharded and moment.reduced[number]:
-            gradients += held_always.shards * stage.stored_bytes - stage.compute_params_bytes
+        logits += (in_flight - pending) * stage.logits
+        if pending:
+            activations += pending * stage.halves.retained
+            logits += pending * stage.retained_logits
+        if is_sharded and is_reduced:
+            gradients += shards * stage.stored_bytes - stage.compute_params_bytes
             continue
-        is_late = moment.late[number]
-        if moment.accumulated[number] or held_always.plain or (is_late and not held_always.is_sharded):
+        if has_gradients or from_before or (is_late and not is_sharded):
             gradients += stage.gradient_bytes
-        if is_late and held_always.is_sharded:
+        if is_late and is_sharded:
             gradients += stage.compute_params_bytes
-    is_sending = moment.kind == BACKWARD and (held_always.plain or moment.accumulated[position])
+    is_sending = kind == BACKWARD and (from_before or accumulated[position])
     if is_sending and not stages[position].is_first:
         activations += k.hidden  # the previous input gradient is still being sent
-    return activations, scores, logits, gradients
+    return activations, scores, logits, max(0.0, gradients)
 
 
 def _rows_of(
-    moment: Moment, stage: Stage, held: _Held, held_always: Accumulation, k: _Costs
+    moment: Moment, stage: Stage, held: _Held, of_rank: _Gradients, k: _Costs
 ) -> list[tuple[str, _Row]]:
     """What one backward of a stage can peak at."""
     kind, is_late = moment.kind, moment.late[moment.position]
-    accumulated = held_always.plain or moment.accumulated[moment.position]
+    accumulated = of_rank.from_before or moment.accumulated[moment.position]
     if not stage.is_first and kind != BACKWARD:
         if kind == WEIGHT:
-            return [_weight_half(stage, held, is_late or (accumulated and not held_always.is_sharded))]
-        return _input_half(stage, held, is_late and held_always.is_sharded, accumulated, k)
-    if kind == INPUT:
-        return []
+            return [_weight_half(stage, held, is_late or (accumulated and not of_rank.is_sharded))]
+        return _input_half(stage, held, is_late and of_rank.is_sharded, accumulated, k)
     activations, scores, logits, gradients = held
     working, scores_backward = k.working_set, k.scores_backward
     if not stage.is_first and not stage.is_last:
@@ -276,7 +307,7 @@ def _at_loss(stage: Stage, held: _Held, k: _Costs) -> tuple[str, _Row]:
 def _weight_half(stage: Stage, held: _Held, has_gradients: bool) -> tuple[str, _Row]:
     new = 0.0 if has_gradients else stage.halves.weight_gradients
     row = (*held[:3], held[3] + new, 0.0, 0.0, stage.halves.weight_peak, 0.0, 0.0)
-    return "weight_backward", row
+    return WEIGHT_HALF, row
 
 
 def _input_half(
@@ -285,16 +316,21 @@ def _input_half(
     """``joins``: as it goes, gradients of an earlier weight half are added to the accumulated ones."""
     activations, scores, logits, gradients = held
     rows = [_at_loss(stage, held, k)] if stage.is_last else []
-    kept, in_block = stage.halves.input_kept, logits
-    if stage.is_last:
-        kept += stage.halves.retained - stage.halves.input_kept - k.hidden
-        in_block += stage.retained_logits - stage.logits
+    in_block = logits + (stage.retained_logits - stage.logits)
+    working = stage.halves.input_peak
+    joined = 0.0  # gradients at the first block against those at the last, where the half begins
     if joins:
-        gradients -= stage.compute_params_bytes
-        gradients += 0.0 if accumulated else stage.gradient_bytes
-    working = kept + stage.halves.input_peak
+        joined = (0.0 if accumulated else stage.gradient_bytes) - stage.compute_params_bytes
+    if joined + stage.halves.input_kept > 0:
+        gradients, working = gradients + joined, working + stage.halves.input_kept
     row = (activations, scores, in_block, gradients, 0.0, 0.0, working, 0.0, 0.0)
     return [*rows, ("block_backward", row)]
+
+
+def _most_of_half(stage: Stage) -> float:
+    """What neither half of a backward exceeds beyond what is retained, gradients of weights left out."""
+    halves = stage.halves
+    return max(halves.input_kept + halves.input_peak, halves.weight_peak)
 
 
 class _Rank(NamedTuple):
@@ -386,6 +422,8 @@ class PipelineMemory:
             in_main = total - gather - in_shards
             if phase == "loss_backward":
                 in_main += logits_hole_bytes(s)
+            elif phase == WEIGHT_HALF and row[_LOGITS]:
+                in_main += loss_hole_bytes(s)
             main, shards = max(main, in_main), max(shards, in_shards)
         for phase, items in step:
             total = sum(items.values(), always)
@@ -403,13 +441,15 @@ class PipelineMemory:
         params, stored = _totals(stages)
         base = self._always_held(stages, params, stored)
         most = 0.0
-        for in_flight, pending in between.held:
-            held = 0.0
+        for in_flight, pending, kept_gradients in between.held:
+            held = kept_gradients * k.hidden
             for stage, flying, waiting in zip(stages, in_flight, pending, strict=True):
-                held += flying * (stage.activations + stage.scores) + waiting * stage.retained
+                held += flying * (stage.activations + stage.scores) + waiting * stage.halves.retained
             most = max(most, held)
-        most += k.hidden + max(k.working_set + k.scores_backward, *[stage.recomputed for stage in stages])
+        most += k.hidden + max(k.working_set + k.scores_backward, *[_most_of_half(stage) for stage in stages])
         most += sum([stage.gradient_bytes for stage in stages])
+        if self._splits_backward and s.path is ParamPath.FSDP:  # late gradients
+            most += sum([stage.compute_params_bytes for stage in stages])
         step = max([sum(items.values()) for _, items in self._step(stages, base, params, stored)])
         active = sum(base.values()) + max(most, step)
         gather, shards = pools_of(s, base)
@@ -420,13 +460,15 @@ class PipelineMemory:
         keys, backwards = self._plan.ranks[rank]
         stages = [self._stage(key) for key in keys]
         params, stored = _totals(stages)
-        plain_accumulates = s.accumulates and s.path is not ParamPath.FSDP
+        is_sharded = s.path is ParamPath.FSDP
+        of_rank = _Gradients(
+            is_sharded, s.accumulates and not is_sharded, 0.0 if s.accumulates or s.offload else 1.0
+        )
         totals: dict[str, float] = {}
         rows: dict[str, _Row] = {}
         for moment in backwards:
-            held = _held_at(stages, moment, k.hidden, plain_accumulates)
-            accumulated = plain_accumulates or moment.accumulated[moment.position]
-            for name, row in _rows_of(moment.kind, stages[moment.position], held, accumulated, k):
+            held = _held_at(stages, moment, k, of_rank)
+            for name, row in _rows_of(moment, stages[moment.position], held, of_rank, k):
                 total = sum(row)
                 if name not in totals or total > totals[name]:
                     totals[name], rows[name] = total, row
@@ -470,8 +512,9 @@ class PipelineMemory:
         largest = s.gathered_params(s.is_moe(s.layers - 1))
         if any(stage.is_first or stage.is_last for stage in stages):
             largest = max(largest, s.embedding_shard_params)
+        unsharded = sum([stage.gradient_bytes for stage in stages])
         scatter = {
-            "unsharded_gradients": REDUCE_BYTES * params,
+            "unsharded_gradients": unsharded,
             "reduce_scatter_input": REDUCE_BYTES * largest,
         }
         accumulated = "gradients" in base

@@ -14,8 +14,11 @@ from titan_tune.domain.estimate import Phase
 from titan_tune.domain.settings import CompileMode, Settings
 from titan_tune.estimate.items import GATHER_POOL, SHARD_GRADIENTS
 from titan_tune.estimate.parameters import ParamPath, Recompute, Shapes
+from titan_tune.estimate.phases import loss_bytes
 from titan_tune.units import GIB, MIB
 
+WEIGHT_HALF = "weight_backward"
+"""Phase of a pipeline rank: the weight half of a split backward."""
 FRAGMENTATION: Mapping[Recompute, float] = {
     Recompute.NONE: 0.004,
     Recompute.OP: 0.016,
@@ -73,6 +76,8 @@ def reserved_bytes(shapes: Shapes, phases: Sequence[Phase], totals: Sequence[flo
         phase_main = total - phase_gather - phase_shards
         if phase.name.startswith("loss_"):
             phase_main += logits_hole_bytes(shapes)
+        elif phase.name == WEIGHT_HALF and phase.items.get("logits_loss"):
+            phase_main += loss_hole_bytes(shapes)
         main, gather = max(main, phase_main), max(gather, phase_gather)
         shards = max(shards, phase_shards)
     return pool_bytes(shapes, main, gather, shards)
@@ -115,6 +120,15 @@ def logits_hole_bytes(s: Shapes) -> float:
         return 0.0
     # under TP without loss parallelism the pieces are gathered later, where more is freed
     return s.compute_bytes * s.tokens * s.vocab / s.tp
+
+
+def loss_hole_bytes(s: Shapes) -> float:
+    """Fp32 buffers of the loss where a rank also runs the last stage's weight half: what that half recomputes comes in
+    many small pieces, and some of the memory between them is never free in one piece again (H200, ZBVZeroBubble with
+    full AC, and the trace's allocator: 8 of 27 GiB)."""
+    if s.compile_loss or s.recompute not in (Recompute.FULL, Recompute.EVERY):
+        return 0.0
+    return loss_bytes(s)
 
 
 def _gather_pool(s: Shapes) -> float:

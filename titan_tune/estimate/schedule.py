@@ -51,11 +51,18 @@ def stages_of_rank(schedule: str, rank: int, pp: int, stages_per_rank: int) -> t
 
 @lru_cache(maxsize=4096)
 def moments(
-    schedule: str, rank: int, pp: int, stages_per_rank: int, microbatches: int, overlap: bool = True
+    schedule: str,
+    rank: int,
+    pp: int,
+    stages_per_rank: int,
+    microbatches: int,
+    overlap: bool = True,
+    least_held: int = 1,
 ) -> tuple[Moment, ...]:
     """The backwards of one rank that can be its peak (dominated ones left out).
 
-    ``overlap``: ``pipeline_parallel_expert_parallel_overlap``, which changes DualPipeV only.
+    ``overlap``: ``pipeline_parallel_expert_parallel_overlap``, which changes DualPipeV only. ``least_held``: hidden
+    states that a microbatch in flight holds at least on any stage; it decides what is dominated.
     """
     stages = stages_of_rank(schedule, rank, pp, stages_per_rank)
     local = {stage: i for i, stage in enumerate(stages)}
@@ -73,24 +80,25 @@ def moments(
         if kind == FORWARD:
             in_flight[index] += 1
             continue
-        seen.add(
-            Moment(
-                index,
-                tuple(in_flight),
-                tuple(pending),
-                tuple(accumulated),
-                kind,
-                tuple(late),
-                tuple([count == microbatches for count in done]),
-                kept_gradients,
-                kept_outputs,
+        if kind != INPUT or stage:  # torch leaves the first stage's input half out
+            seen.add(
+                Moment(
+                    index,
+                    tuple(in_flight),
+                    tuple(pending),
+                    tuple(accumulated),
+                    kind,
+                    tuple(late),
+                    tuple([count == microbatches for count in done]),
+                    kept_gradients,
+                    kept_outputs,
+                )
             )
-        )
         if kind != WEIGHT:
             kept_outputs += stage == last and microbatch >= first_kept
         if kind == INPUT:
             pending[index] += 1
-            if stage:  # torch leaves the first stage's input half out
+            if stage:
                 accumulated[index] = accumulated[index] or late[index]
                 late[index] = False
                 # a neighbour on this rank takes the gradient in place of a receive buffer
@@ -102,7 +110,7 @@ def moments(
         is_half = kind == WEIGHT and stage > 0
         late[index] = is_half
         accumulated[index] = accumulated[index] or not is_half
-    kept = [m for m in seen if not any(_dominates(other, m) for other in seen if other != m)]
+    kept = [m for m in seen if not any(_dominates(other, m, least_held) for other in seen if other != m)]
     alike: dict[tuple[object, ...], list[Moment]] = {}
     for moment in sorted(kept):
         key = (moment.position, moment.pending, *moment[3:])
@@ -132,7 +140,8 @@ def _open(moment: Moment) -> tuple[int, ...]:
     return tuple(flying - waiting for flying, waiting in zip(moment.in_flight, moment.pending, strict=True))
 
 
-def _dominates(a: Moment, b: Moment) -> bool:
+def _dominates(a: Moment, b: Moment, least_held: int) -> bool:
+    more_held = least_held * (sum(a.in_flight) - sum(b.in_flight))
     return (
         a.position == b.position
         and a.kind == b.kind
@@ -142,7 +151,7 @@ def _dominates(a: Moment, b: Moment) -> bool:
         and all(x >= y for x, y in zip(a.accumulated, b.accumulated, strict=True))
         and all(x >= y for x, y in zip(a.late, b.late, strict=True))
         and all(x <= y for x, y in zip(a.reduced, b.reduced, strict=True))
-        and a.kept_gradients >= b.kept_gradients
+        and a.kept_gradients + more_held >= b.kept_gradients
         and a.kept_outputs >= b.kept_outputs
     )
 
