@@ -133,13 +133,13 @@ def provenance(info: StudyInfo, study_name: str, standing: Standing, winner: Win
     """Where the numbers come from, one comment a line."""
     record, measurement = standing.latest, standing.latest.measurement
     low, high = standing.interval
-    dry = origin(standing) is Origin.DRY_RUN
+    dry = standing.origin is Origin.DRY_RUN
     speed = f"{tokens(standing.tokens_per_second)} tokens/s per GPU"
     spread = f"{'interval' if dry else '95 % interval'} {tokens(low)} to {tokens(high)}"
     lines = [
         f"titan-tune {titan_tune.__version__}: study {study_name}, trial {record.number},"
         f" configuration {standing.config_id}, study of {info.created}",
-        f"{origin(standing)}: {speed}, {spread}, {len(standing.runs)} run(s)",
+        f"{standing.origin}: {speed}, {spread}, {len(standing.runs)} run(s)",
     ]
     if dry:
         lines.append(
@@ -167,12 +167,6 @@ def provenance(info: StudyInfo, study_name: str, standing: Standing, winner: Win
         for axis in numerics_changes(info, record, winner)
     ]
     return lines
-
-
-def origin(standing: Standing) -> Origin:
-    """Where the throughput comes from; the weakest of the runs that count."""
-    origins = {run.measurement.origin for run in standing.counted if run.measurement}
-    return Origin.DRY_RUN if Origin.DRY_RUN in origins else Origin.MEASURED
 
 
 def hardware(info: StudyInfo) -> str:

@@ -44,14 +44,13 @@ def test_a_dry_run_is_not_called_measured(folder, capsys):
 
 
 def test_one_dry_run_among_the_runs_that_count_is_enough(folder):
-    from titan_tune.export import origin
     from titan_tune.study.open import open_study
     from titan_tune.study.selection import Standing
 
     make_study(folder / "runs", "s", best=measurement(7000.0, origin=Origin.DRY_RUN))
     base, dry = open_study("s", storage=None, runs_dir=folder / "runs").records
-    assert origin(Standing("x", (base,), final=False)) is Origin.MEASURED
-    assert origin(Standing("x", (base, dry), final=False)) is Origin.DRY_RUN
+    assert Standing("x", (base,), final=False).origin is Origin.MEASURED
+    assert Standing("x", (base, dry), final=False).origin is Origin.DRY_RUN
 
 
 def test_the_command_names_a_file_that_is_there(folder, capsys):

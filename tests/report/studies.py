@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from titan_tune.domain.cluster import ClusterSpec, GpuSpec
-from titan_tune.domain.probe import Measurement, ProbeOutcome, ProbeSettings, ProbeStatus, RankMemory
+from titan_tune.domain.probe import Measurement, Origin, ProbeOutcome, ProbeSettings, ProbeStatus, RankMemory
 from titan_tune.report.data import ReportData, report_data
 from titan_tune.study.info import StudyInfo
 from titan_tune.study.records import Role, TrialRecord
@@ -183,3 +184,55 @@ def report(study_info: StudyInfo, records: list[TrialRecord], *, study: str = "l
         made="2026-11-03T10:00:00+00:00",
         export_command=f"titan-tune export {study} -o best.toml",
     )
+
+
+DRY_RUN_DETAILS = {
+    "steps": 3,
+    "dry_run": {
+        "validity_only": False,
+        "gpu": "h200",
+        "world_size": 256,
+        "relative_interval": 0.08,
+        "ranks": [{"rank": 0, "pipeline_rank": 0, "active_gib": 60.0}],
+    },
+}
+"""Of a dry run of one rank, as far as a report reads it; made before ``gpu_seconds`` was recorded."""
+
+
+def dry_run(number: int, labels: dict[str, str], tokens_per_second: float, **changes: Any) -> TrialRecord:
+    """A completed dry run of one rank."""
+    low, high = 0.92 * tokens_per_second, 1.08 * tokens_per_second
+    fields = {
+        "details": DRY_RUN_DETAILS,
+        "origin": Origin.DRY_RUN,
+        "interval": (low, high),
+        "losses": (),
+        "memory": (RankMemory(0, 60 * GIB, 64 * GIB, 66 * GIB),),
+        "measured_steps": 3,
+        "warmup_steps": 2,
+        "predicted": 1.05 * tokens_per_second,
+        "predicted_active_gib": 59.0,
+    }
+    return record(number, labels, tokens_per_second, **(fields | changes))
+
+
+FASTER = choices("none", "off", "off", "2")
+OTHER = choices("full", "off", "off", "2")
+
+
+def dry_run_study() -> tuple[StudyInfo, list[TrialRecord]]:
+    """A job of 256 GPUs, of which every probe was a dry run; one ran out of memory."""
+    return info(cluster=ClusterSpec(gpu=H200, gpus_per_node=8, num_nodes=32)), [
+        dry_run(0, BASE, 614.0, role=Role.BASELINE),
+        dry_run(1, FASTER, 1384.0),
+        record(2, OTHER, message="rank 0 needs 150.0 GiB", details={"simulated_rank": 0, "rank": 0}),
+    ]
+
+
+def mixed_study(*, best_is_dry: bool = True) -> tuple[StudyInfo, list[TrialRecord]]:
+    """A measured baseline and probe of 256 GPUs, and a dry run, which comes first or last."""
+    return info(cluster=ClusterSpec(gpu=H200, gpus_per_node=8, num_nodes=32)), [
+        record(0, BASE, 600.0, role=Role.BASELINE, predicted=660.0, predicted_active_gib=61.0),
+        record(1, OTHER, 700.0, predicted=735.0, predicted_active_gib=61.0),
+        dry_run(2, FASTER, 1384.0 if best_is_dry else 500.0),
+    ]

@@ -91,9 +91,7 @@ def chosen(
 
 def speed(standing: Standing) -> str:
     """Throughput and where it is from."""
-    from titan_tune.export import origin
-
-    return f"{standing.tokens_per_second:,.0f} tokens/s per GPU ({origin(standing)})"
+    return f"{standing.tokens_per_second:,.0f} tokens/s per GPU ({standing.origin})"
 
 
 def write_script(path: Path, exported: Export, opened: OpenStudy, toml: Path, *, force: bool) -> None:

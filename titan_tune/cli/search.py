@@ -174,7 +174,22 @@ def _run(options: SearchOptions, plan: Plan, machine: ClusterSpec, console: Any)
     if options.storage is not None:
         export += ["--storage", public_url(options.storage)]
     console.print(f"next: {shlex.join(export)} -o best.toml", highlight=False, soft_wrap=True)
+    if is_predicted(ended.records):
+        console.print(
+            "then: run it and the job as it is on the job's GPUs: this gain is predicted from dry runs",
+            highlight=False,
+            soft_wrap=True,
+        )
     return 0
+
+
+def is_predicted(records: Sequence[TrialRecord]) -> bool:
+    """Whether a dry run has a part in what the best configuration is said to gain."""
+    from titan_tune.domain.probe import Origin
+    from titan_tune.study.selection import winner
+
+    best = winner(records)
+    return best is not None and best.gain_origin is Origin.DRY_RUN
 
 
 def _screen(options: SearchOptions, plan: Plan, name: str, machine: ClusterSpec, console: Any) -> Plan:
@@ -297,9 +312,11 @@ def result_data(name: str, records: tuple[TrialRecord, ...], reason: str) -> dic
             "config_id": best.standing.config_id,
             "trial": best.standing.latest.number,
             "choices": dict(best.standing.latest.choices),
+            "origin": str(best.standing.origin),
             "tokens_per_second_per_gpu": best.standing.tokens_per_second,
             "interval": list(best.standing.interval),
             "gain_over_baseline": best.gain,
+            "gain_origin": str(best.gain_origin),
         }
         if best
         else None,
@@ -308,6 +325,7 @@ def result_data(name: str, records: tuple[TrialRecord, ...], reason: str) -> dic
                 "number": r.number,
                 "config_id": r.config_id,
                 "role": str(r.role),
+                "origin": str(r.outcome.origin),
                 "choices": dict(r.choices),
                 "predicted": dict(r.predicted),
                 "outcome": outcome_to_dict(r.outcome),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -38,6 +38,10 @@ class Origin(StrEnum):
     """Every rank ran."""
     DRY_RUN = "dry run"
     """One rank of the job ran on one GPU; communication and pipeline bubble were computed."""
+
+
+DRY_RUN_DETAILS: Final = frozenset({"dry_run", "simulated_rank", "gpu_seconds"})
+"""Keys of ``ProbeOutcome.details`` that only dry runs have."""
 
 
 class ProbeSettings(FrozenModel):
@@ -130,9 +134,9 @@ class Measurement:
     """What a completed probe measured."""
 
     tokens_per_second_per_gpu: float
-    """Median over the measured steps."""
+    """Median over the measured steps; of a dry run, what its compute and the computed rest come to."""
     interval: tuple[float, float]
-    """95 % bootstrap interval of that median."""
+    """95 % bootstrap interval of that median; of a dry run, what its model states."""
     step_seconds: float
     measured_steps: int
     warmup_steps: int
@@ -178,9 +182,20 @@ class ProbeOutcome:
     warnings: tuple[str, ...] = ()
     attempts: int = 1
 
+    @property
+    def origin(self) -> Origin:
+        """Whether every rank ran, or was to run, or single ranks did; a dry run that failed is one by its details."""
+        if self.measurement is not None:
+            return self.measurement.origin
+        return Origin.DRY_RUN if DRY_RUN_DETAILS & self.details.keys() else Origin.MEASURED
+
     def gpu_seconds(self, world_size: int) -> float:
-        """GPU time: every GPU of the job for as long as it ran, or what a dry run took of one."""
-        return float(self.details.get("gpu_seconds", self.seconds * world_size))
+        """GPU time: every GPU of the job for as long as it ran, or what a dry run took of those it ran on.
+
+        A dry run that did not record it is counted as one GPU for as long as it ran.
+        """
+        gpus = 1 if self.origin is Origin.DRY_RUN else world_size
+        return float(self.details.get("gpu_seconds", self.seconds * gpus))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from titan_tune.domain.probe import Origin
 from titan_tune.report.answer import median, memory_of
 from titan_tune.study.selection import Standing
 
@@ -22,6 +23,8 @@ class Point:
     label: str
     predicted: float
     measured: float
+    """Or, by ``origin``, from a dry run."""
+    origin: Origin = Origin.MEASURED
 
     @property
     def ratio(self) -> float:
@@ -34,6 +37,8 @@ class Comparison:
     """Predictions beside measurements of one quantity."""
 
     points: tuple[Point, ...]
+    compared: int
+    """Points that the medians are of: the measured ones, or all of a study that has dry runs alone."""
     median_error: float | None
     """Median of \\|predicted / measured - 1\\|."""
     median_ratio: float | None
@@ -42,7 +47,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """One step along one axis, over pairs of measured configurations that differ in nothing else."""
+    """One step along one axis, over pairs of configurations of one origin that differ in nothing else."""
 
     axis: str
     before: str
@@ -52,6 +57,7 @@ class Effect:
     """Throughput with ``after`` over throughput with ``before``."""
     lowest_ratio: float
     highest_ratio: float
+    origin: Origin
     median_memory_gib: float
     """Difference of peak active memory (resident set size on CPU), GiB."""
 
@@ -77,27 +83,29 @@ def _compare(
     for standing in ranked:
         predicted, measured = standing.latest.predicted.get(name, 0.0), measured_of(standing)
         if predicted > 0.0 and measured > 0.0:
-            points.append(Point(standing.config_id, labels[standing.config_id], predicted, measured))
-    errors = [abs(p.predicted / p.measured - 1.0) for p in points]
-    return Comparison(tuple(points), median(errors), median([p.ratio for p in points]))
+            label = labels[standing.config_id]
+            points.append(Point(standing.config_id, label, predicted, measured, standing.origin))
+    compared = [p for p in points if p.origin is Origin.MEASURED] or points
+    errors = [abs(p.predicted / p.measured - 1.0) for p in compared]
+    return Comparison(tuple(points), len(compared), median(errors), median([p.ratio for p in compared]))
 
 
 def axis_effects(
     ranked: Sequence[Standing], axes: Mapping[str, Sequence[str]], *, start: Mapping[str, str]
 ) -> tuple[Effect, ...]:
-    """Every effect that pairs of measured configurations show, in axis order.
+    """Every effect that pairs of configurations show, in axis order; dry runs are paired with dry runs alone.
 
     An effect starts at the label that ``start`` (the baseline's choices) has, else at the label that the
     axis lists first.
     """
-    found: dict[tuple[str, str, str], list[tuple[Standing, Standing]]] = {}
+    found: dict[tuple[str, str, str, Origin], list[tuple[Standing, Standing]]] = {}
     for one, other in combinations(ranked, 2):
         axis = only_difference(one.latest.choices, other.latest.choices)
-        if axis is None:
+        if axis is None or one.origin is not other.origin:
             continue
         order = _order(axes.get(axis, ()), start.get(axis))
         first, second = sorted((one, other), key=lambda s: order(s.latest.choices[axis]))
-        key = (axis, first.latest.choices[axis], second.latest.choices[axis])
+        key = (axis, first.latest.choices[axis], second.latest.choices[axis], one.origin)
         found.setdefault(key, []).append((first, second))
     names = list(axes)
     return tuple(
@@ -107,6 +115,7 @@ def axis_effects(
                 names.index(e.axis) if e.axis in names else len(names),
                 _order(axes.get(e.axis, ()), start.get(e.axis))(e.before),
                 _order(axes.get(e.axis, ()), start.get(e.axis))(e.after),
+                e.origin,
             ),
         )
     )
@@ -127,7 +136,9 @@ def _order(labels: Iterable[str], start: str | None) -> Callable[[str], tuple[in
     return lambda label: (ranks.get(label, len(ranks) + 1), label)
 
 
-def _effect(axis: str, before: str, after: str, pairs: Sequence[tuple[Standing, Standing]]) -> Effect:
+def _effect(
+    axis: str, before: str, after: str, origin: Origin, pairs: Sequence[tuple[Standing, Standing]]
+) -> Effect:
     ratios = [second.tokens_per_second / first.tokens_per_second for first, second in pairs]
     memory = [memory_of(second).active_gib - memory_of(first).active_gib for first, second in pairs]
     return Effect(
@@ -135,6 +146,7 @@ def _effect(axis: str, before: str, after: str, pairs: Sequence[tuple[Standing, 
         before=before,
         after=after,
         pairs=len(pairs),
+        origin=origin,
         median_ratio=statistics.median(ratios),
         lowest_ratio=min(ratios),
         highest_ratio=max(ratios),

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_tune.domain.candidate import Value
+from titan_tune.domain.probe import Origin
 from titan_tune.study.info import StudyInfo
 from titan_tune.study.records import TrialRecord
 from titan_tune.study.selection import Standing, Winner
@@ -34,7 +35,9 @@ class Change:
 class Memory:
     """Measured peak of the worst rank over a configuration's runs, GiB.
 
-    ``kind`` is ``cuda`` (the allocator's figures) or ``rss`` (resident set size; all three are the same).
+    ``kind`` is ``cuda`` (the allocator's figures) or ``rss`` (resident set size; all three are the same). With a dry
+    run among the runs the worst rank is one of those that ran, and ``device_gib`` is reserved memory and the model's
+    figure for what lies outside the allocator.
     """
 
     kind: str
@@ -42,11 +45,12 @@ class Memory:
     reserved_gib: float
     device_gib: float
     alloc_retries: int
+    origin: Origin = Origin.MEASURED
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The winner beside the job as it was. Throughputs are measured tokens/s per GPU."""
+    """The winner beside the job as it was. Throughputs are tokens/s per GPU, from where their origins say."""
 
     config_id: str
     trial: int
@@ -60,8 +64,12 @@ class Answer:
     baseline_tokens_per_second: float | None
     baseline_interval: tuple[float, float] | None
     gain: float | None
-    """Over the baseline, minus one; ``None`` without a measured baseline."""
+    """Over the baseline, minus one; ``None`` without a throughput of the baseline."""
     gain_interval: tuple[float, float] | None
+    origin: Origin
+    baseline_origin: Origin | None
+    gain_origin: Origin
+    """Measured only where both throughputs are."""
     memory: Memory
     numerics: tuple[Change, ...]
     """Axes that change the mathematics and differ from the job as it was."""
@@ -89,7 +97,10 @@ class Price:
     """What the search used. ``statuses`` counts the probes by how they ended."""
 
     probes: int
+    """With the dry runs."""
+    dry_runs: int
     measured: int
+    """Probes and dry runs that gave figures."""
     statuses: tuple[tuple[str, int], ...]
     gpu_hours: float
     world_size: int
@@ -113,6 +124,7 @@ def price(records: Sequence[TrialRecord], answer: Answer | None, *, world_size: 
     counts = Counter(str(r.outcome.status) for r in records)
     return Price(
         probes=len(records),
+        dry_runs=sum(r.outcome.origin is Origin.DRY_RUN for r in records),
         measured=sum(r.measurement is not None for r in records),
         statuses=tuple(counts.most_common()),
         gpu_hours=gpu_hours,
@@ -151,6 +163,9 @@ def answer(info: StudyInfo, best: Winner, *, start: Mapping[str, str]) -> Answer
         baseline_interval=base.interval if base else None,
         gain=best.gain,
         gain_interval=best.gain_interval,
+        origin=standing.origin,
+        baseline_origin=base.origin if base else None,
+        gain_origin=best.gain_origin,
         memory=memory_of(standing),
         numerics=numerics(info, record.choices, start),
         keys=changed_keys(info, record.values),
@@ -166,6 +181,7 @@ def memory_of(standing: Standing) -> Memory:
         reserved_gib=gib(max(m.peak_reserved_bytes for m in measured)),
         device_gib=gib(max(m.peak_device_bytes for m in measured)),
         alloc_retries=max(m.alloc_retries for m in measured),
+        origin=Origin.DRY_RUN if any(m.origin is Origin.DRY_RUN for m in measured) else Origin.MEASURED,
     )
 
 

@@ -32,8 +32,8 @@ def head(title: str, *, generator: str, css: str = "") -> Markup:
 
 
 def source(kind: str) -> Markup:
-    """A tag that says where a number is from: measured, predicted or computed."""
-    return el("span", kind, class_=f"tag {kind}")
+    """A tag that says where a number is from: measured, dry run, predicted or computed."""
+    return el("span", kind, class_=f"tag {kind.split()[0]}")
 
 
 def tile(what: str, kind: str, figure: str, more: str) -> Markup:

@@ -1,12 +1,14 @@
 """Charts as inline SVG. Widths are per cent and text is in pixels, so that a chart stays readable on a phone.
 
-Shape tells what colour tells: ● finals, ○ exploring, ◆ the job as it was, × not measured, and a ring around the best.
+Shape tells what colour tells: ● finals, ○ exploring, a dashed ○ a dry run, ◆ the job as it was, × not measured, and a
+ring around the best.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+from titan_tune.domain.probe import Origin
 from titan_tune.report import words
 from titan_tune.report.analysis import Comparison, Effect
 from titan_tune.report.data import ReportData
@@ -14,6 +16,7 @@ from titan_tune.report.markup import Markup, el, join
 from titan_tune.report.rows import Configuration, Step
 from titan_tune.report.scale import PADDING, compact
 from titan_tune.report.scale import Scale as Scale
+from titan_tune.report.sources import interval_name, point_source
 from titan_tune.report.words import percent, tokens, unit
 from titan_tune.study.records import Role
 
@@ -34,7 +37,7 @@ def down(share: float, *, height: int = HEIGHT) -> str:
 
 
 def glyph(kind: str, x: str, y: str, *children: str) -> Markup:
-    """A marker centred on a point. ``kind`` is a space-separated list of: final, probe, baseline, failed, best."""
+    """A marker centred on a point; ``kind`` is a space-separated list of: final, probe, dry, baseline, failed, best."""
     kinds = kind.split()
     shapes: list[str] = [el("circle", r=9, class_="ring")] if "best" in kinds else []
     if "baseline" in kinds:
@@ -42,7 +45,8 @@ def glyph(kind: str, x: str, y: str, *children: str) -> Markup:
     elif "failed" in kinds:
         shapes.append(el("path", d="M-4-4L4 4M-4 4L4-4", class_="mark failed"))
     else:
-        shapes.append(el("circle", r=4.5, class_=f"mark {'final' if 'final' in kinds else 'probe'}"))
+        kind = next((name for name in ("dry", "final") if name in kinds), "probe")
+        shapes.append(el("circle", r=4.5, class_=f"mark {kind}"))
     return el("svg", *shapes, *children, x=x, y=y, overflow="visible", class_="glyph")
 
 
@@ -53,8 +57,15 @@ def legend_glyph(kind: str) -> Markup:
 
 def kind_of(config: Configuration) -> str:
     """The marker of a configuration."""
-    kind = "baseline" if config.is_baseline else "final" if config.final else "probe"
+    kind = mark_of(config.origin, is_baseline=config.is_baseline, final=config.final)
     return f"{kind} best" if config.is_best else kind
+
+
+def mark_of(origin: Origin, *, is_baseline: bool, final: bool) -> str:
+    """The marker of a throughput."""
+    if is_baseline:
+        return "baseline"
+    return "dry" if origin is Origin.DRY_RUN else "final" if final else "probe"
 
 
 def configuration_scale(configurations: tuple[Configuration, ...]) -> Scale:
@@ -78,7 +89,7 @@ def configuration_row(config: Configuration, scale: Scale, baseline: float | Non
     parts += [el("svg", cap, x=bound, y="50%", overflow="visible") for bound in (low, high)]
     parts.append(glyph(kind_of(config), x, "50%"))
     bounds = f"{tokens(config.interval[0])} to {tokens(config.interval[1])}"
-    label = f"{tokens(config.tokens_per_second)}, 95 % interval {bounds}"
+    label = f"{tokens(config.tokens_per_second)}, {interval_name(config.origin)} {bounds}"
     return el("svg", *parts, width="100%", height="100%", role="img", aria_label=label, class_="row")
 
 
@@ -125,21 +136,23 @@ def _step_mark(step: Step, x: Scale, y: Scale, per: str) -> Markup:
     if step.tokens_per_second is None:
         title = f"#{step.number} {step.status}: {step.label}"
         return glyph("failed", at, down(0.0), el("title", title))
-    kind = "baseline" if step.is_baseline else "final" if step.role == Role.FINALIST else "probe"
-    title = f"#{step.number} {step.role}, {tokens(step.tokens_per_second)} {per}: {step.label}"
+    kind = mark_of(step.origin, is_baseline=step.is_baseline, final=step.role == Role.FINALIST)
+    how = f" by {step.origin}" if step.origin is Origin.DRY_RUN else ""
+    title = f"#{step.number} {step.role}{how}, {tokens(step.tokens_per_second)} {per}: {step.label}"
     return glyph(kind, at, down(y.share(step.tokens_per_second)), el("title", title))
 
 
-def scatter(comparison: Comparison, *, label: str) -> Markup:
-    """Predicted (across) against measured (up), with the line where both are equal."""
+def scatter(comparison: Comparison, *, label: str, is_memory: bool) -> Markup:
+    """Predicted (across) against measured or dry run (up), with the line where both are equal."""
     values = [v for p in comparison.points for v in (p.predicted, p.measured)]
     scale = Scale.around(*values)
     parts: list[str] = [_frame(scale, scale, "predicted")]
     parts.append(el("line", x1=across(0), y1=down(0), x2=across(1), y2=down(1), class_="identity"))
     for point in comparison.points:
-        title = f"predicted {point.predicted:,.1f}, measured {point.measured:,.1f}: {point.label}"
+        found = point_source(point, memory=is_memory)
+        title = f"predicted {point.predicted:,.1f}, {found} {point.measured:,.1f}: {point.label}"
         at = across(scale.share(point.predicted)), down(scale.share(point.measured))
-        parts.append(glyph("probe", *at, el("title", title)))
+        parts.append(glyph(mark_of(point.origin, is_baseline=False, final=False), *at, el("title", title)))
     return _chart(parts, label)
 
 

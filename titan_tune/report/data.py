@@ -1,8 +1,8 @@
 """Everything a report shows, as plain data: study info + records → :class:`ReportData`. Pure.
 
 Throughputs are tokens/s per GPU (per process where the job runs on CPU processes) and are medians of measured
-steps; memory is GiB; times are seconds unless the name says otherwise. Strings that come from a study are kept
-as they are: whoever writes them into a page escapes them.
+steps, or what a dry run predicts: ``origin`` says which. Memory is GiB; times are seconds unless the name says
+otherwise. Strings that come from a study are kept as they are: whoever writes them into a page escapes them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_tune.domain.probe import Measurement, ProbeSettings, ProbeStatus
+from titan_tune.domain.probe import Measurement, Origin, ProbeSettings, ProbeStatus
 from titan_tune.report.analysis import Comparison, Effect, axis_effects, compare_memory, compare_throughput
 from titan_tune.report.answer import Answer, Choices, Price, answer, memory_of, numerics, price
+from titan_tune.report.dry_runs import DryRuns, dry_runs
 from titan_tune.report.rows import Axis, Configuration, Coverage, Rejection, Step, TrialRow, label_of
 from titan_tune.report.timing import PhaseTime, where_time_went
 from titan_tune.report.trend import TrendTable, trend_table
@@ -25,7 +26,7 @@ from titan_tune.study.selection import Standing, baseline_id, standings, winner
 
 SCHEMA = 1
 SECONDS_PER_MINUTE = 60.0
-TABLES_OF_DETAILS = ("phases", "trend")
+TABLES_OF_DETAILS = ("phases", "trend", "dry_run")
 """Details of an outcome that are shown in tables of their own or judged elsewhere."""
 VERSIONS = ("python", "driver", "cuda")
 """Of the study's environment. The host's name stays out: reports are committed and published."""
@@ -46,6 +47,8 @@ class Method:
     probe: ProbeSettings
     measured_steps: tuple[int, int] | None
     """Fewest and most measured steps of a completed probe."""
+    dry_runs: DryRuns | None
+    """``None`` where there were none."""
     begun: str
     made: str
 
@@ -76,6 +79,16 @@ class ReportData:
     axes: tuple[Axis, ...]
     common: Choices
     """Axes on which every probe had the same label; labels leave them out."""
+
+    @property
+    def has_dry_runs(self) -> bool:
+        """Whether any probe was a dry run."""
+        return any(t.origin is Origin.DRY_RUN for t in self.trials)
+
+    @property
+    def all_dry_runs(self) -> bool:
+        """Whether every probe was a dry run, and there were some."""
+        return bool(self.trials) and all(t.origin is Origin.DRY_RUN for t in self.trials)
 
     @property
     def failures(self) -> tuple[TrialRow, ...]:
@@ -177,6 +190,7 @@ def _configurations(
             is_best=best is not None and s.config_id == best.standing.config_id,
             changes_numerics=bool(numerics(info, s.latest.choices, start)),
             gain=s.tokens_per_second / base.tokens_per_second - 1.0 if base else None,
+            origin=s.origin,
             memory=memory_of(s),
         )
         for s in sorted(ranked, key=lambda s: (-s.tokens_per_second, s.config_id))
@@ -198,6 +212,7 @@ def _steps(records: Sequence[TrialRecord], labels: Mapping[str, str], *, world_s
                 label=labels[record.config_id],
                 is_baseline=record.config_id == base,
                 gpu_minutes=minutes,
+                origin=record.outcome.origin,
                 tokens_per_second=measured,
                 status=str(record.outcome.status),
                 best_so_far=best,
@@ -212,6 +227,7 @@ def _trial(record: TrialRecord, distinct: Mapping[str, Choices]) -> TrialRow:
         number=record.number,
         role=str(record.role),
         status=str(outcome.status),
+        origin=outcome.origin,
         seconds=outcome.seconds,
         choices=distinct[record.config_id],
         tokens_per_second=record.tokens_per_second,
@@ -256,7 +272,12 @@ def _method(info: StudyInfo, records: Sequence[TrialRecord], *, made: str) -> Me
     base, cluster = info.base(), info.cluster
     steps = [r.measurement.measured_steps for r in records if r.measurement]
     nodes = f"{cluster.num_nodes} nodes × " if cluster.num_nodes > 1 else ""
-    name = "CPU process" if cluster.gpu.is_cpu else info.environment.get("gpu") or cluster.gpu.name
+    dry = dry_runs(info, records)
+    here = info.environment.get(
+        "gpu"
+    )  # where the study began: not what the job is for where dry runs simulated it
+    is_target = dry is None or dry.is_target
+    name = "CPU process" if cluster.gpu.is_cpu else (here if is_target and here else cluster.gpu.name)
     return Method(
         hardware=f"{nodes}{cluster.gpus_per_node} × {name}",
         device=info.device,
@@ -268,6 +289,7 @@ def _method(info: StudyInfo, records: Sequence[TrialRecord], *, made: str) -> Me
         versions=versions(info.environment),
         probe=ProbeSettings.model_validate(info.probe),
         measured_steps=(min(steps), max(steps)) if steps else None,
+        dry_runs=dry,
         begun=info.created,
         made=made,
     )

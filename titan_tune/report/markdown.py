@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 import titan_tune
-from titan_tune.report import words
+from titan_tune.domain.probe import Origin
+from titan_tune.report import sources, words
 from titan_tune.report.data import ReportData
 from titan_tune.report.markup import clean
 from titan_tune.report.rows import TrialRow
@@ -21,19 +22,20 @@ _LINK = re.compile(r"(?i)\b(https?|ftp|mailto|xmpp):|\b(www)\.")
 
 def render_markdown(data: ReportData) -> str:
     """The whole file."""
+    titles = sources.titles(data)
     sections = [
         ("The answer", _answer(data)),
         ("The price", _price(data)),
-        ("Every measured configuration", _configurations(data)),
+        (titles["configurations"], _configurations(data)),
         ("Progress", _progress(data)),
-        ("Predicted against measured", _predictions(data)),
+        (titles["predictions"], _predictions(data)),
         ("The effect of each axis", _effects(data)),
         ("All trials", _trials(data)),
         ("Does it train soundly", _trend(data)),
         (f"Rejected before any {data.worker}", _rejected(data)),
         ("What failed", _failed(data)),
         *([("Where the time went", _phases(data))] if data.phases else []),
-        ("How it was measured", _method(data)),
+        (titles["method"], _method(data)),
         ("Limits", [bullets(words.limits(data))]),
     ]
     method = data.method
@@ -41,7 +43,8 @@ def render_markdown(data: ReportData) -> str:
         f"{MARKER} {titan_tune.__version__} -->",
         f"# {text(words.headline(data))}",
         text(
-            f"{data.job} on {method.hardware}, study {data.study}, begun {method.begun}, reported {method.made}."
+            f"{data.job} {sources.preposition(data)} {method.hardware}, study {data.study}, begun {method.begun},"
+            f" reported {method.made}."
         ),
     ]
     for title, parts in sections:
@@ -58,14 +61,19 @@ def _answer(data: ReportData) -> list[str]:
         why = [text(f"{t.status}: {t.message}") for t in data.failures[:1]]
         return [text(words.no_winner(data)), *why]
     bounds = f"{tokens(found.interval[0])} to {tokens(found.interval[1])}"
+    interval = f"{sources.interval_name(found.origin)} {bounds}"
+    note = words.interval_note(found)
     facts = [
-        ("throughput, measured", f"{tokens(found.tokens_per_second)} {words.unit(data)}, 95 % interval {bounds}"),
-        ("gain, measured", words.gain_sentence(data, found)),
+        (f"throughput, {found.origin}", f"{tokens(found.tokens_per_second)} {words.unit(data)}, {interval}"),
+        *([("its interval", note)] if note else []),
+        (f"gain, {found.gain_origin}", words.gain_sentence(data, found)),
         ("runs", words.runs_sentence(found)),
-        ("peak memory, measured", words.memory_sentence(data, found.memory)),
+        ("peak memory, measured" if found.memory.origin is Origin.MEASURED else "peak memory",
+         words.memory_sentence(data, found.memory)),
         ("numerics", words.numerics_sentence(found)),
     ]  # fmt: skip
-    parts = [table(("", ""), facts)]
+    note = sources.dry_run_note(data)
+    parts = [*([text(note)] if note else []), table(("", ""), facts)]
     if found.choices:
         parts += ["### The configuration", table(("axis", "value"), found.choices)]
     if found.keys:
@@ -82,7 +90,7 @@ def _price(data: ReportData) -> list[str]:
 
 def _configurations(data: ReportData) -> list[str]:
     if not data.configurations:
-        return ["No configuration was measured."]
+        return [sources.no_configuration(data)]
     rows = [
         (
             tokens(c.tokens_per_second), f"{tokens(c.interval[0])} to {tokens(c.interval[1])}",
@@ -92,9 +100,10 @@ def _configurations(data: ReportData) -> list[str]:
         for c in data.configurations
     ]  # fmt: skip
     kind = "resident set GiB" if data.worker == "process" else "active GiB"
-    names = (words.unit(data), "95 % interval", "gain", kind, "runs", "", "configuration")
+    names = (words.unit(data), sources.interval_heading(data), "gain", kind, "runs", "", "configuration")
     note = words.order_note(data)
-    return ["Measured, fastest first.", *_common(data), table(names, rows), *([text(note)] if note else [])]
+    intro = f"{sources.figures(data).capitalize()}; fastest first."
+    return [intro, *_common(data), table(names, rows), *([text(note)] if note else [])]
 
 
 def _progress(data: ReportData) -> list[str]:
@@ -102,39 +111,50 @@ def _progress(data: ReportData) -> list[str]:
     for step in data.steps:
         if step.best_so_far is not None and step.best_so_far != best:
             best = step.best_so_far
-            rows.append((f"{step.gpu_minutes:.1f}", tokens(best), f"#{step.number}", step.label))
+            probe = f"#{step.number}" + (f" ({step.origin})" if step.origin is Origin.DRY_RUN else "")
+            rows.append((f"{step.gpu_minutes:.1f}", tokens(best), probe, step.label))
     if not rows:
-        return ["No probe was measured while exploring."]
-    names = (words.minute_unit(data), f"best so far, {words.unit(data)}", "probe", "configuration")
-    return ["Measured; the best of the exploring probes, each time it rose.", table(names, rows)]
+        return [
+            sources.no_configuration(data) if data.all_dry_runs else "No probe was measured while exploring."
+        ]
+    names = (words.minute_unit(data), f"best so far, {words.unit(data)}", sources.noun(data), "configuration")
+    intro = f"{sources.figures(data).capitalize()}; the best of the exploring {sources.noun(data)}s, each time it rose."
+    return [intro, table(names, rows)]
 
 
 def _predictions(data: ReportData) -> list[str]:
     sentences = [words.error_sentence(data, memory=False), words.error_sentence(data, memory=True)]
     parts = [bullets([*sentences, *filter(None, [words.surprise_sentence(data)])])]
-    for comparison, name in ((data.throughput, words.unit(data)), (data.memory, "peak active GiB")):
+    for comparison, name, is_memory in (
+        (data.throughput, words.unit(data), False),
+        (data.memory, "peak active GiB", True),
+    ):
         rows = [
-            (f"{p.predicted:,.1f}", f"{p.measured:,.1f}", percent(p.predicted / p.measured - 1.0), p.label)
+            (f"{p.predicted:,.1f}", f"{p.measured:,.1f}", percent(p.predicted / p.measured - 1.0),
+             *((sources.point_source(p, memory=is_memory),) if data.has_dry_runs else ()), p.label)
             for p in comparison.points
-        ]
-        if rows:
+        ]  # fmt: skip
+        if rows and data.has_dry_runs:
+            heads = (f"{name}, by formula", "found", "difference", "found by", "configuration")
+            parts.append(table(heads, rows))
+        elif rows:
             parts.append(table((f"{name}, predicted", "measured", "error", "configuration"), rows))
     return parts
 
 
 def _effects(data: ReportData) -> list[str]:
     if not data.effects:
-        return [words.NO_EFFECTS]
+        return [words.effects_sentence(data)]
     rows = [
         (
-            e.axis, f"{e.before} → {e.after}", percent(e.median_ratio - 1.0),
+            e.axis, sources.effect_step(e), percent(e.median_ratio - 1.0),
             f"{percent(e.lowest_ratio - 1.0)} to {percent(e.highest_ratio - 1.0)}",
             words.gib_change(e.median_memory_gib), str(e.pairs),
         )
         for e in data.effects
     ]  # fmt: skip
     names = ("axis", "step", "throughput", "range", "peak memory", "pairs")
-    return [f"Measured. {words.EFFECTS}", table(names, rows)]
+    return [f"{sources.figures(data).capitalize()}. {words.effects_sentence(data)}", table(names, rows)]
 
 
 def _trials(data: ReportData) -> list[str]:
@@ -157,7 +177,7 @@ def _trials(data: ReportData) -> list[str]:
 
 def _trial(t: TrialRow) -> Sequence[str]:
     return (
-        str(t.number), t.role, t.status, "" if t.tokens_per_second is None else tokens(t.tokens_per_second),
+        str(t.number), t.role, t.ended, "" if t.tokens_per_second is None else tokens(t.tokens_per_second),
         format_duration(t.seconds), "" if t.time_to_first_step is None else f"{t.time_to_first_step:.1f} s",
         "" if t.final_loss is None else f"{t.final_loss:.4f}", "" if t.alloc_retries is None else str(t.alloc_retries),
         t.folder, t.label,
@@ -173,23 +193,23 @@ def _rejected(data: ReportData) -> list[str]:
 
 
 def _failed(data: ReportData) -> list[str]:
-    rows = [(str(t.number), t.role, t.status, t.message, t.label) for t in data.failures]
+    rows = [(str(t.number), t.role, t.ended, t.message, t.label) for t in data.failures]
     parts = [
         table(("#", "role", "status", "why", "configuration"), rows) if rows else words.no_failures(data)
     ]
     warned = [f"#{number}: {warning}" for number, warning in data.warnings]
-    return [*parts, "### Warnings of probes", bullets(warned)] if warned else parts
+    return [*parts, f"### Warnings of {sources.noun(data)}s", bullets(warned)] if warned else parts
 
 
 def _trend(data: ReportData) -> list[str]:
     if not data.trend.rows:
-        return ["No configuration was measured."]
-    parts = [words.TREND_INTRO]
+        return [sources.no_configuration(data)]
+    parts = [words.trend_intro(data)]
     if data.trend.best:
         rows = [(check.name, str(check.grade), check.text) for check in data.trend.best]
         parts += [text(words.trend_sentence(data)), table(words.TREND_NAMES, rows)]
     parts += [
-        "### Every measured probe",
+        f"### {sources.titles(data)['trend']}",
         *_common(data),
         table(words.trend_names(data), words.trend_rows(data)),
     ]
@@ -198,7 +218,10 @@ def _trend(data: ReportData) -> list[str]:
 
 
 def _phases(data: ReportData) -> list[str]:
-    return ["Wall time of the probes, measured.", table(words.PHASE_NAMES, words.phase_rows(data))]
+    return [
+        f"Wall time of the {sources.noun(data)}s, measured.",
+        table(words.PHASE_NAMES, words.phase_rows(data)),
+    ]
 
 
 def _method(data: ReportData) -> list[str]:

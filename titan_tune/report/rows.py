@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titan_tune.domain.probe import Origin
 from titan_tune.report.answer import Choices, Memory
 
 
@@ -14,7 +15,7 @@ def label_of(choices: Choices) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One measured configuration, everything it was measured at taken together."""
+    """One configuration with a throughput, all its runs taken together."""
 
     config_id: str
     choices: Choices
@@ -29,6 +30,7 @@ class Configuration:
     is_best: bool
     changes_numerics: bool
     gain: float | None
+    origin: Origin
     memory: Memory
 
     @property
@@ -36,6 +38,7 @@ class Configuration:
         """What sets it apart, in words."""
         marks = (
             ("best", self.is_best),
+            ("dry run", self.origin is Origin.DRY_RUN),
             ("job as it was", self.is_baseline),
             ("finals", self.final),
             ("changes numerics", self.changes_numerics),
@@ -50,13 +53,14 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One probe on the way: GPU-minutes used when it ended, and what it measured."""
+    """One probe on the way: GPU-minutes used when it ended, and its throughput."""
 
     number: int
     role: str
     label: str
     is_baseline: bool
     gpu_minutes: float
+    origin: Origin
     tokens_per_second: float | None
     status: str
     best_so_far: float | None
@@ -70,6 +74,7 @@ class TrialRow:
     number: int
     role: str
     status: str
+    origin: Origin
     seconds: float
     choices: Choices
     tokens_per_second: float | None
@@ -85,6 +90,11 @@ class TrialRow:
     def label(self) -> str:
         """The choices in one line."""
         return label_of(self.choices)
+
+    @property
+    def ended(self) -> str:
+        """The status, and that it is a dry run's."""
+        return f"{self.status}, {self.origin}" if self.origin is Origin.DRY_RUN else self.status
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from titan_tune.domain.probe import ProbeStatus
+from titan_tune.domain.probe import Origin, ProbeStatus
 from titan_tune.space.axes import Budget
 from titan_tune.study.budget import SECONDS_PER_HOUR, Spent
 from titan_tune.study.plan import Plan, label_of
@@ -25,6 +25,10 @@ SHOWN_FAILURES = 8
 SHOWN_CHARACTERS = 160
 NOISY_SPREAD = 0.05
 """Repeats of one configuration that differ by more are pointed out; an H200 alone repeats within 3 %."""
+DRY_RUN_NOTE = (
+    "dry run: single ranks of the job ran alone, on one GPU each; their memory and compute are measured, communication"
+    " and pipeline bubble are computed"
+)
 STATUS_STYLE = {
     ProbeStatus.COMPLETED: "green",
     ProbeStatus.INFRASTRUCTURE: "yellow",
@@ -104,6 +108,7 @@ def finished_line(record: TrialRecord, label: str) -> Text:
         line.append(
             f"{tokens(record.measurement.tokens_per_second_per_gpu):>9} tokens/s per GPU", style="bold"
         )
+        line.append(said_of(record.outcome.origin))
         line.append(
             f" ({tokens(low)} – {tokens(high)})  {format_gib(record.measurement.peak_reserved_bytes):>9}  "
         )
@@ -111,6 +116,11 @@ def finished_line(record: TrialRecord, label: str) -> Text:
     if not record.measurement:
         line.append(f"  {shortened(outcome.message)}", style="dim")
     return line
+
+
+def said_of(origin: Origin) -> str:
+    """What follows a throughput that was not measured."""
+    return f", {origin}" if origin is Origin.DRY_RUN else ""
 
 
 def shortened(message: str) -> str:
@@ -152,7 +162,7 @@ def running_line(running: Running) -> RenderableType:
 def best_line(best: Winner, plan: Plan) -> Text:
     """Best so far and what it gains."""
     line = Text("best so far ", style="bold green")
-    line.append(f"{tokens(best.standing.tokens_per_second)} tokens/s per GPU")
+    line.append(f"{tokens(best.standing.tokens_per_second)} tokens/s per GPU{said_of(best.standing.origin)}")
     if best.gain is not None:
         line.append(f"  {percent(best.gain)} over the job as it is")
     ranked = plan.by_id.get(best.standing.config_id)
@@ -223,23 +233,36 @@ def plan_view(plan: Plan) -> RenderableType:
 def summary(
     records: Sequence[TrialRecord], *, numerics_axes: Sequence[str] = (), world_size: int = 1
 ) -> RenderableType:
-    """The measured configurations, best first, and what became of the rest."""
+    """The configurations with a throughput, best first, and what became of the rest."""
     table = Table(header_style="bold", caption_justify="left")
-    for name in ("", "tokens/s per GPU", "95 % interval", "gain", "peak memory", "runs"):
+    dry = [r.outcome.origin is Origin.DRY_RUN for r in records]
+    interval = "assumed interval" if dry and all(dry) else "interval" if any(dry) else "95 % interval"
+    for name in (
+        "",
+        "tokens/s per GPU",
+        *(("from",) if any(dry) else ()),
+        interval,
+        "gain",
+        "peak memory",
+        "runs",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("configuration", overflow="fold")
     best = winner(records)
     base = best.baseline if best else None
     ranked = standings(records)
     for place, standing in enumerate(ranked[:SHOWN_CONFIGURATIONS], start=1):
-        table.add_row(*_row(place, standing, base))
+        table.add_row(*_row(place, standing, base, with_origin=any(dry)))
     if any(s.final for s in ranked):
         table.caption = "* took part in the finals: those runs, interleaved with the baseline's, decide"
     parts: list[RenderableType] = [table]
+    if any(dry):
+        parts.append(Text(DRY_RUN_NOTE, style="yellow"))
     failed = [r for r in records if not r.measurement]
     for record in failed[:SHOWN_FAILURES]:
         message = shortened(record.outcome.message)
-        text = f"not measured: #{record.number} {record.outcome.status}: {message} ({record.directory})"
+        what = "dry run failed" if record.outcome.origin is Origin.DRY_RUN else "not measured"
+        text = f"{what}: #{record.number} {record.outcome.status}: {message} ({record.directory})"
         parts.append(Text(text, style="dim"))
     if len(failed) > SHOWN_FAILURES:
         parts.append(Text(f"… and {len(failed) - SHOWN_FAILURES} more", style="dim"))
@@ -259,20 +282,30 @@ def summary(
 def verdict_line(best: Winner, records: Sequence[TrialRecord], *, world_size: int) -> str:
     """Winner, gain with its interval, price."""
     hours = sum(r.outcome.gpu_seconds(world_size) for r in records) / SECONDS_PER_HOUR
-    price = f"{len(records)} probes, {hours:.2f} GPU-hours"
-    speed = f"{tokens(best.standing.tokens_per_second)} tokens/s per GPU"
+    price = f"{_counts(records)}, {hours:.2f} GPU-hours"
+    speed = f"{tokens(best.standing.tokens_per_second)} tokens/s per GPU{said_of(best.standing.origin)}"
+    dry = any(r.outcome.origin is Origin.DRY_RUN for r in records)
     if best.gain is None or best.gain_interval is None:
-        return f"best: {speed}; no baseline was measured; {price}"
+        none = "there is no throughput of the baseline" if dry else "no baseline was measured"
+        return f"best: {speed}; {none}; {price}"
     if best.baseline and best.standing.config_id == best.baseline.config_id:
-        return f"best: {speed}: nothing measured beats the job as it is; {price}"
+        return f"best: {speed}: nothing {'tried' if dry else 'measured'} beats the job as it is; {price}"
     low, high = best.gain_interval
+    predicted = "predicted gain " if best.gain_origin is Origin.DRY_RUN else ""
     return (
-        f"best: {speed}, {percent(best.gain)} over the job as it is"
+        f"best: {speed}, {predicted}{percent(best.gain)} over the job as it is"
         f" (between {percent(low)} and {percent(high)}); {price}"
     )
 
 
-def _row(place: int, standing: Standing, base: Standing | None) -> list[str | Text]:
+def _counts(records: Sequence[TrialRecord]) -> str:
+    """``12 probes``, ``3 dry runs`` or both."""
+    dry = sum(r.outcome.origin is Origin.DRY_RUN for r in records)
+    kinds = ((len(records) - dry, "probe"), (dry, "dry run"))
+    return " and ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in kinds if count)
+
+
+def _row(place: int, standing: Standing, base: Standing | None, *, with_origin: bool) -> list[str | Text]:
     low, high = standing.interval
     measurement = standing.latest.measurement
     gain = standing.tokens_per_second / base.tokens_per_second - 1.0 if base else None
@@ -281,6 +314,7 @@ def _row(place: int, standing: Standing, base: Standing | None) -> list[str | Te
     return [
         str(place) + ("*" if standing.final else ""),
         tokens(standing.tokens_per_second),
+        *([str(standing.origin)] if with_origin else []),
         f"{tokens(low)} – {tokens(high)}",
         "baseline" if is_base else percent(gain) if gain is not None else "",
         format_gib(measurement.peak_reserved_bytes) if measurement else "",

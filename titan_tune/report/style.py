@@ -37,7 +37,7 @@ pre { background: var(--panel); border: 1px solid var(--rule); border-radius: 6p
 .tile .more { font-size: .82rem; color: var(--soft); }
 .tag { font-size: .7rem; line-height: 1.35; padding: 0 .35em; border: 1px solid var(--soft); border-radius: 4px;
   color: var(--soft); white-space: nowrap; align-self: start; font-weight: 400; }
-.tag.predicted { border-style: dashed; } .tag.computed { border-style: dotted; }
+.tag.predicted, .tag.dry { border-style: dashed; } .tag.computed { border-style: dotted; }
 .tag.best { color: var(--main); border-color: var(--main); font-weight: 650; }
 .tag.job { color: var(--base); border-color: var(--base); }
 .tag.changes { color: var(--bad); border-color: var(--bad); }
@@ -61,6 +61,7 @@ svg { display: block; } svg text { font-size: 11px; fill: var(--soft); font-vari
 .interval { stroke: var(--main); stroke-width: 2; } .best-line { stroke: var(--main); stroke-width: 2; }
 .mark { stroke: var(--main); stroke-width: 2; fill: var(--ground); } .mark.final { fill: var(--main); }
 .mark.baseline { stroke: var(--base); fill: var(--base); } .mark.failed { stroke: var(--bad); fill: none; }
+.mark.dry { stroke-dasharray: 2.4 2; }
 .ring { fill: none; stroke: var(--main); stroke-width: 1.5; }
 .legend { display: flex; flex-wrap: wrap; gap: 0 1.1rem; font-size: .82rem; color: var(--soft); align-items: center; }
 .legend span { display: inline-flex; align-items: center; gap: .2rem; }

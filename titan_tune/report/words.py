@@ -1,15 +1,20 @@
 """The sentences of a report, the same in every format. Plain text: whoever writes a page escapes it.
 
-Every figure says where it is from: measured (by a probe), predicted (by formula) or computed (from those).
+Every figure says where it is from: measured (by a probe), from a dry run, predicted (by formula) or computed (from
+those).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 
+from titan_tune.domain.probe import Origin
 from titan_tune.report.answer import Answer, Memory
 from titan_tune.report.data import ReportData
+from titan_tune.report.dry_runs import stated_interval, what_it_is
 from titan_tune.report.rows import Configuration
+from titan_tune.report.sources import noun
 from titan_tune.units import format_duration
 
 CPU_NOTE = (
@@ -20,17 +25,8 @@ CPU_NOTE = (
 
 NO_LEAN = 0.0005
 """A bias that rounds to 0.0 %."""
-EFFECTS = (
-    "Median change of throughput over pairs of measured configurations that differ only in that axis; the range spans"
-    " all pairs. One pair is one observation, not a rule."
-)
-TREND_INTRO = (
-    "What people look at by hand in a short run. Losses are compared with the job as it was, step by step. A check that"
-    " does not concern a configuration, or for which its probe has no figures, is left out."
-)
 TREND_NAMES = ("check", "verdict", "found")
 PHASE_NAMES = ("phase", "all probes", "share", "median of a probe")
-NO_EFFECTS = "No two measured configurations differ in only one axis, so no effect can be stated."
 
 
 def tokens(value: float) -> str:
@@ -54,13 +50,27 @@ def gib_change(value: float) -> str:
 
 
 def hours(value: float) -> str:
-    """Hours with as many digits as they deserve."""
+    """Hours with as many digits as they deserve; two that count below 0.01."""
+    if 0.0 < value < 0.01:
+        return f"{value:.{1 - math.floor(math.log10(value))}f}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def plural(count: int, noun: str) -> str:
     """``1 probe``, ``3 probes``, ``2 processes``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def effects_sentence(data: ReportData) -> str:
+    """What the table of effects shows, or why there is none."""
+    configurations = "configurations" if data.has_dry_runs else "measured configurations"
+    if not data.effects:
+        return f"No two {configurations} differ in only one axis, so no effect can be stated."
+    apart = " Dry runs are paired with dry runs alone." if data.has_dry_runs and not data.all_dry_runs else ""
+    return (
+        f"Median change of throughput over pairs of {configurations} that differ only in that axis; the range spans"
+        f" all pairs. One pair is one observation, not a rule.{apart}"
+    )
 
 
 def unit(data: ReportData) -> str:
@@ -84,6 +94,8 @@ def headline(data: ReportData) -> str:
     if found is None:
         return no_winner(data)
     speed = f"{tokens(found.tokens_per_second)} {unit(data)}"
+    if found.gain_origin is Origin.DRY_RUN:
+        return _dry_headline(data, found, speed)
     if found.gain is None:
         return f"The best measured configuration reaches {speed}; the job as it was has no measurement to compare."
     if found.is_baseline and data.coverage.measured == 1:
@@ -100,10 +112,43 @@ def headline(data: ReportData) -> str:
     )
 
 
+def _dry_headline(data: ReportData, found: Answer, speed: str) -> str:
+    """The result where a side of the comparison, or both, is a dry run."""
+    dry = found.origin is Origin.DRY_RUN
+    reaches = f"the best configuration reaches {speed}"
+    if found.gain is None:
+        return f"A dry run predicts that {reaches}; there is no figure for the job as it was to compare."
+    if found.is_baseline and data.coverage.measured == 1:
+        return f"Only the job as it was had a dry run, which predicts {speed}."
+    if found.is_baseline:
+        return f"Dry runs predict that nothing that was tried beats the job as it was ({speed})."
+    if found.baseline_origin is not found.origin:
+        other = "was measured" if dry else "had a dry run alone"
+        first = (
+            f"A dry run predicts that {reaches}"
+            if dry
+            else f"The best configuration reaches {speed}, measured"
+        )
+        return f"{first}, {percent(found.gain)} over the job as it was, which {other}."
+    if found.gain <= 0.0:
+        return f"Dry runs predict {speed} for the best of the finals, not faster than the job as it was: keep the job."
+    if found.gain_is_certain:
+        return (
+            f"Dry runs predict that the best configuration trains {share(found.gain)} faster than the job as it was:"
+            f" {speed}."
+        )
+    return (
+        f"Dry runs predict that {reaches}, {percent(found.gain)} over the job as it was,"
+        " but the intervals overlap: the two cannot be told apart."
+    )
+
+
 def no_winner(data: ReportData) -> str:
     """Why there is no best configuration."""
     if not data.trials:
         return "There is no result: no probe has finished."
+    if data.all_dry_runs:
+        return f"There is no result: of {plural(len(data.trials), 'dry run')} none gave a throughput."
     if len(data.trials) == 1:
         return "There is no result: the only probe was not measured."
     return f"There is no result: none of {len(data.trials)} probes was measured."
@@ -114,26 +159,46 @@ def gain_sentence(data: ReportData, found: Answer) -> str:
     if found.gain is None or found.gain_interval is None or found.baseline_tokens_per_second is None:
         failed = data.baseline_failed
         why = f" (it ended as {failed.status}: {failed.message})" if failed else ""
-        return f"No gain is stated: the job as it was was not measured{why}."
+        missing = "was not measured"
+        if data.has_dry_runs:
+            missing = "has no dry run that gave a throughput" if data.all_dry_runs else "has no throughput"
+        return f"No gain is stated: the job as it was {missing}{why}."
     if found.is_baseline:
         alone = data.coverage.measured == 1
         return "There is nothing to compare it with." if alone else "The job as it was is the best: keep it."
     low, high = found.gain_interval
     base = f"{tokens(found.baseline_tokens_per_second)} {unit(data)}"
+    interval, warning = "95 % interval", ""
+    if found.gain_origin is Origin.DRY_RUN:
+        interval = "interval"
+        both = found.origin is found.baseline_origin
+        which = "both throughputs are" if both else "one throughput is"
+        warning = f" This gain is a prediction: {which} from dry runs."
     return (
         f"Gain {percent(found.gain)}, between {percent(low)} and {percent(high)}, over the job as it was"
-        f" ({base}, measured). The bounds pair the worst end of one 95 % interval with the best end of the other."
+        f" ({base}, {found.baseline_origin}). The bounds pair the worst end of one {interval} with the best end of the"
+        f" other.{warning}"
     )
+
+
+def interval_note(found: Answer) -> str:
+    """What a winner's interval is, where a dry run states it."""
+    if found.origin is not Origin.DRY_RUN:
+        return ""
+    low, high = found.interval
+    width = (high - low) / 2.0 / found.tokens_per_second
+    return f"The interval is {stated_interval((width, width))}."
 
 
 def runs_sentence(found: Answer) -> str:
     """How often the winner ran, and which runs count."""
+    run = "dry run" if found.origin is Origin.DRY_RUN else "run"
     if found.final:
         return (
-            f"{plural(found.runs, 'run')}, {found.counted_runs} of them in the finals, which alone count:"
+            f"{plural(found.runs, run)}, {found.counted_runs} of them in the finals, which alone count:"
             " there the best configurations and the job as it was ran again, in turn."
         )
-    return f"{plural(found.runs, 'run')}; there were no finals to confirm it."
+    return f"{plural(found.runs, run)}; there were no finals to confirm it."
 
 
 def memory_sentence(data: ReportData, memory: Memory) -> str:
@@ -141,15 +206,20 @@ def memory_sentence(data: ReportData, memory: Memory) -> str:
     if memory.kind == "rss":
         return f"{memory.active_gib:.2f} GiB resident set size of the largest process (measured)."
     capacity = data.method.capacity_gib
+    device = f"{memory.device_gib:.1f} GiB used on the device of {capacity:.1f} GiB"
+    device += f" ({share(memory.device_gib / capacity)})"
     retries = (
         f" The allocator had to retry {plural(memory.alloc_retries, 'time')}: memory is tight."
         if memory.alloc_retries
         else " No allocation retries."
     )
-    return (
-        f"{memory.active_gib:.1f} GiB active, {memory.reserved_gib:.1f} GiB reserved, {memory.device_gib:.1f} GiB used"
-        f" on the device of {capacity:.1f} GiB ({share(memory.device_gib / capacity)}); worst rank, measured.{retries}"
-    )
+    allocator = f"{memory.active_gib:.1f} GiB active, {memory.reserved_gib:.1f} GiB reserved"
+    if memory.origin is Origin.DRY_RUN:
+        return (
+            f"{allocator}, measured on the ranks that ran; with what the model says of NCCL and the CUDA context,"
+            f" {device}.{retries}"
+        )
+    return f"{allocator}, {device}; worst rank, measured.{retries}"
 
 
 def numerics_sentence(found: Answer) -> str:
@@ -160,7 +230,8 @@ def numerics_sentence(found: Answer) -> str:
         f"{c.name}: {c.before} → {c.after}" if c.before is not None else f"{c.name}: {c.after}"
         for c in found.numerics
     )
-    return f"This changes numerics: {changes}. A short probe cannot show what it does to convergence."
+    run = "dry run" if found.origin is Origin.DRY_RUN else "short probe"
+    return f"This changes numerics: {changes}. A {run} cannot show what it does to convergence."
 
 
 def price_sentence(data: ReportData) -> str:
@@ -168,6 +239,19 @@ def price_sentence(data: ReportData) -> str:
     price = data.price
     kinds = ", ".join(f"{count} {status}" for status, count in price.statuses)
     ended = f" ({kinds})" if kinds else ""
+    spent = f"{hours(price.gpu_hours)} {hour_unit(data)}"
+    all_of_it = "from launch to end, start-up and compilation included (measured)"
+    if data.all_dry_runs:
+        return (
+            f"{plural(price.probes, 'dry run')}{ended}; {spent}, one GPU for each rank that ran, {all_of_it}. The job's"
+            f" {plural(price.world_size, data.worker)} were not needed."
+        )
+    if price.dry_runs:
+        probes = f"{plural(price.probes - price.dry_runs, 'probe')} and {plural(price.dry_runs, 'dry run')}"
+        return (
+            f"{probes}{ended}; {spent}, {all_of_it}: a probe takes all {plural(price.world_size, data.worker)} of the"
+            " job, a dry run one GPU for each rank that ran."
+        )
     return (
         f"{plural(price.probes, 'probe')}{ended}; {hours(price.gpu_hours)} {hour_unit(data)} on"
         f" {plural(price.world_size, data.worker)}, from launch to end, start-up and compilation included (measured)."
@@ -180,13 +264,16 @@ def break_even_sentence(data: ReportData) -> str:
     if found is None:
         return "Nothing was gained that could pay for it."
     if price.break_even is None or found.gain is None:
-        return "There is no break-even to state, because there is no measured gain."
+        kind = "gain" if data.has_dry_runs else "measured gain"
+        return f"There is no break-even to state, because there is no {kind}."
     even = price.break_even
-    latest = f"{hours(even.latest_hours)} h" if even.latest_hours is not None else "never"
+    dry = found.gain_origin is Origin.DRY_RUN
+    start = "If the gain is what dry runs predict, the search pays" if dry else "The search pays"
+    latest = _training(even.latest_hours) if even.latest_hours is not None else "never"
     return (
-        f"The search pays for itself if the training still ahead would take more than {hours(even.hours)} hours on"
+        f"{start} for itself if the training still ahead would take more than {_training(even.hours)} on"
         f" {plural(price.world_size, data.worker)} with the job as it was (between"
-        f" {hours(even.earliest_hours)} h and {latest} over the interval of the gain)."
+        f" {_training(even.earliest_hours)} and {latest} over the interval of the gain)."
     )
 
 
@@ -196,11 +283,23 @@ def break_even_formula(data: ReportData) -> str:
     if price.break_even is None or found is None or found.gain is None:
         return ""
     workers = plural(2, data.worker).removeprefix("2 ")
+    if data.has_dry_runs:
+        workers += " of the job"
     return (
         f"break-even hours = {hour_unit(data)} spent ÷ {workers} ÷ (gain ÷ (1 + gain))\n"
-        f"                 = {price.gpu_hours:.3f} ÷ {price.world_size} ÷ ({found.gain:.4f} ÷ {1 + found.gain:.4f})\n"
+        f"                 = {_spent(price.gpu_hours)} ÷ {price.world_size}"
+        f" ÷ ({found.gain:.4f} ÷ {1 + found.gain:.4f})\n"
         f"                 = {hours(price.break_even.hours)} h"
     )
+
+
+def _training(value: float) -> str:
+    """Hours of training; seconds where they are few."""
+    return f"{3600.0 * value:.1f} s" if value < 0.01 else f"{hours(value)} h"
+
+
+def _spent(gpu_hours: float) -> str:
+    return f"{gpu_hours:.3f}" if gpu_hours >= 1.0 else f"{gpu_hours:.3g}"
 
 
 def common_sentence(data: ReportData) -> str:
@@ -208,7 +307,7 @@ def common_sentence(data: ReportData) -> str:
     if not data.common:
         return ""
     same = ", ".join(f"{axis}={label}" for axis, label in data.common)
-    return f"The same in every probe, and left out of the labels: {same}."
+    return f"The same in every {noun(data)}, and left out of the labels: {same}."
 
 
 def order_note(data: ReportData) -> str:
@@ -216,8 +315,9 @@ def order_note(data: ReportData) -> str:
     first = data.configurations[0] if data.configurations else None
     if first is None or first.is_best:
         return ""
+    again = "ran again" if data.has_dry_runs else "were measured again"
     return (
-        "The best is chosen among the finalists, which were measured again beside the job as it was;"
+        f"The best is chosen among the finalists, which {again} beside the job as it was;"
         " a configuration above it ran only while exploring."
     )
 
@@ -229,17 +329,19 @@ def error_sentence(data: ReportData, *, memory: bool) -> str:
     if comparison.median_error is None or comparison.median_ratio is None:
         if memory and data.worker == "process":
             return "CPU processes report resident set size, which the formula does not predict."
-        return f"No measured configuration has a predicted {what}."
+        which = "configuration" if data.has_dry_runs else "measured configuration"
+        return f"No {which} has a predicted {what}."
     bias = comparison.median_ratio - 1.0
+    subject, off, by = "median measurement", "Median error", "its prediction"
+    over = plural(comparison.compared, "measured configuration" if data.has_dry_runs else "configuration")
+    if all(point.origin is Origin.DRY_RUN for point in comparison.points):
+        over = plural(comparison.compared, "configuration")
+        subject = "median peak, of the ranks that ran," if memory else "median dry run"
+        off, by = ("Median error", by) if memory else ("Median distance from the dry run", "the formula")
     lean = "no lean to either side"
     if abs(bias) >= NO_LEAN:
-        lean = (
-            f"the median measurement is {share(abs(bias))} {'above' if bias > 0 else 'below'} its prediction"
-        )
-    return (
-        f"Median error of the predicted {what}: {share(comparison.median_error)} over"
-        f" {plural(len(comparison.points), 'configuration')}; {lean}."
-    )
+        lean = f"the {subject} is {share(abs(bias))} {'above' if bias > 0 else 'below'} {by}"
+    return f"{off} of the predicted {what}: {share(comparison.median_error)} over {over}; {lean}."
 
 
 def surprise_sentence(data: ReportData) -> str:
@@ -252,16 +354,17 @@ def surprise_sentence(data: ReportData) -> str:
 
 def no_failures(data: ReportData) -> str:
     """What stands for an empty table of failures."""
-    return "No probe failed." if data.trials else "No probe has finished."
+    return f"No {noun(data)} failed." if data.trials else "No probe has finished."
 
 
 def funnel_sentence(data: ReportData) -> str:
     """From every combination to what was measured."""
     c = data.coverage
     rejected = sum(r.count for r in c.rejected)
+    ran = "had a dry run" if data.all_dry_runs else "were run"
     return (
         f"{c.total:,} combinations: {rejected:,} rejected by rule before any {data.worker} was used,"
-        f" {c.duplicates:,} the same run as another, {c.candidates:,} candidates; {c.tried:,} of these were run."
+        f" {c.duplicates:,} the same run as another, {c.candidates:,} candidates; {c.tried:,} of these {ran}."
     )
 
 
@@ -269,6 +372,10 @@ def limits(data: ReportData) -> list[str]:
     """What this study does not show."""
     found = [*_repeatability(data), *_searched(data)]
     probe = data.method.probe
+    if data.method.dry_runs is not None:
+        found += _dry_limits(data)
+    if data.all_dry_runs:
+        return found
     found.append(
         f"A probe is at most {probe.steps} steps: it shows speed, memory and the loss of its few"
         " steps. It does not show convergence, nor what happens after hours."
@@ -285,8 +392,24 @@ def limits(data: ReportData) -> list[str]:
     return found
 
 
+def _dry_limits(data: ReportData) -> list[str]:
+    """What dry runs leave open."""
+    found = data.method.dry_runs
+    if found is None:
+        return []
+    return [
+        f"No run on all {plural(found.world_size, 'GPU')} confirms the throughputs of dry runs: run the best"
+        " configuration and the job as it was for some steps before relying on the gain.",
+        f"The interval of a dry run's throughput is {stated_interval(found.intervals)}.",
+        "The losses of a dry run mean nothing: it cannot show convergence or a change of numerics, nor what a slow"
+        " node, a slow link or a slow data loader costs.",
+    ]
+
+
 def _repeatability(data: ReportData) -> list[str]:
     repeated = data.repeated
+    if not repeated and data.all_dry_runs:
+        return ["Repeatability is not known: no configuration had two dry runs."]
     if not repeated:
         return ["Repeatability is not known: no configuration was measured twice."]
     spreads = [c.spread for c in repeated]
@@ -302,9 +425,10 @@ def _repeatability(data: ReportData) -> list[str]:
 def _searched(data: ReportData) -> list[str]:
     coverage, found = data.coverage, []
     if coverage.untried:
+        learnt = "what its dry runs said" if data.all_dry_runs else "what it had measured"
         found.append(
             f"{coverage.untried:,} of {coverage.candidates:,} candidates were not run; the search expected less of them"
-            " (predicted by formula, corrected by what it had measured) or its budget ended. One of them may be faster."
+            f" (predicted by formula, corrected by {learnt}) or its budget ended. One of them may be faster."
         )
     names = ", ".join(axis.name for axis in data.axes)
     found.append(
@@ -326,8 +450,11 @@ def method_rows(data: ReportData) -> list[tuple[str, str]]:
         if probe.finalists
         else "none"
     )
+    dry = method.dry_runs
     rows = [
-        ("hardware", method.hardware),
+        *([] if dry is None else [("a dry run", what_it_is(dry))]),
+        ("hardware" if dry is None else "the job's hardware", method.hardware),
+        *([] if dry is None else [("dry runs on", dry.gpu)]),
         *([] if method.device == "cpu" else [("memory of a GPU", f"{method.capacity_gib:.1f} GiB")]),
         ("software", ", ".join(f"{name} {version}" for name, version in method.versions) or "not recorded"),
         ("job", f"{data.job}: {method.model}, {method.seq_len:,} tokens a sequence"),
@@ -335,20 +462,69 @@ def method_rows(data: ReportData) -> list[tuple[str, str]]:
             "held fixed",
             f"global batch of {plural(method.global_batch_size, 'sequence')}, in every configuration",
         ),
-        ("a probe", f"up to {probe.steps} steps, the first {probe.warmup_steps} not counted{counted}"),
+        *_steps_rows(data, counted),
         ("data", source),
-        ("throughput", "median over the measured steps, with the 95 % bootstrap interval of that median"),
-        ("memory", "peak of the worst rank over a whole run"),
+        *_figure_rows(data),
         ("finals", finals),
-        ("time in probes", format_duration(sum(t.seconds for t in data.trials))),
+        (f"time in {noun(data)}s", format_duration(sum(t.seconds for t in data.trials))),
         ("study begun", method.begun),
         ("report written", method.made),
     ]
     return rows
 
 
+def _steps_rows(data: ReportData, counted: str) -> list[tuple[str, str]]:
+    """How long a probe or a dry run is."""
+    probe, dry = data.method.probe, data.method.dry_runs
+    rows = []
+    if not data.all_dry_runs:
+        text = f"up to {probe.steps} steps, the first {probe.warmup_steps} not counted"
+        rows.append(("a probe", text + ("" if dry else counted)))
+    if dry is not None and dry.warmup_steps is not None:
+        text = f"the first {plural(dry.warmup_steps, 'step')} not counted"
+        rows.append(("steps of a dry run", text + (counted if data.all_dry_runs else "")))
+    return rows
+
+
+def _figure_rows(data: ReportData) -> list[tuple[str, str]]:
+    """What throughput and memory are."""
+    dry = data.method.dry_runs
+    rows = []
+    if not data.all_dry_runs:
+        rows = [
+            ("throughput", "median over the measured steps, with the 95 % bootstrap interval of that median"),
+            ("memory", "peak of the worst rank over a whole run"),
+        ]
+    if dry is not None:
+        rows += [
+            (
+                "throughput of a dry run",
+                f"compute, communication and bubble together; the interval is {stated_interval(dry.intervals)}",
+            ),
+            ("memory of a dry run", "peak of the worst of the ranks that ran"),
+        ]
+    return rows
+
+
 def _range(low: int, high: int) -> str:
     return str(low) if low == high else f"{low} to {high}"
+
+
+def trend_intro(data: ReportData) -> str:
+    """What the trend checks are."""
+    left_out = (
+        "A check that does not concern a configuration, or for which its probe has no figures, is left out."
+    )
+    if data.all_dry_runs:
+        return (
+            "What people look at by hand in a short run, as far as a dry run shows it: it has no losses, so nothing"
+            f" here says that they stay as they were. {left_out}"
+        )
+    dry = " A dry run has no losses." if data.has_dry_runs else ""
+    return (
+        "What people look at by hand in a short run. Losses are compared with the job as it was, step by step."
+        f"{dry} {left_out}"
+    )
 
 
 def trend_sentence(data: ReportData) -> str:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from titan_tune.domain.probe import Origin
 from titan_tune.errors import InputError
 from titan_tune.study.records import Role, TrialRecord, completed
 
@@ -42,6 +43,12 @@ class Standing:
         """Hull of the counted runs' intervals."""
         intervals = [r.measurement.interval for r in self.counted if r.measurement]
         return min(low for low, _ in intervals), max(high for _, high in intervals)
+
+    @property
+    def origin(self) -> Origin:
+        """Where the throughput comes from; the weakest of the counted runs."""
+        origins = {r.outcome.origin for r in self.counted}
+        return Origin.DRY_RUN if Origin.DRY_RUN in origins else Origin.MEASURED
 
     @property
     def spread(self) -> float:
@@ -125,6 +132,13 @@ class Winner:
         if self.baseline is None:
             return None
         return self.standing.tokens_per_second / self.baseline.tokens_per_second - 1.0
+
+    @property
+    def gain_origin(self) -> Origin:
+        """Measured only where both sides are."""
+        sides = [self.standing, *([self.baseline] if self.baseline else [])]
+        dry = any(side.origin is Origin.DRY_RUN for side in sides)
+        return Origin.DRY_RUN if dry else Origin.MEASURED
 
     @property
     def gain_interval(self) -> tuple[float, float] | None:
