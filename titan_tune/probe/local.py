@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-import tomllib
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from typing import Final
 
 from titan_tune.domain.probe import ProbeOutcome, ProbeProgress, ProbeSpec, ProbeStatus
 from titan_tune.errors import InputError
-from titan_tune.probe import files, measurement, processes
+from titan_tune.probe import files, processes
 from titan_tune.probe.classify import Classification, Evidence, StopReason, classify
 from titan_tune.probe.launch import (
     command_text,
@@ -24,7 +23,7 @@ from titan_tune.probe.launch import (
 )
 from titan_tune.probe.preload.launcher import PreloadedLauncher
 from titan_tune.probe.record import write_outcome, write_whole
-from titan_tune.probe.statistics import cannot_win, is_tight, measured
+from titan_tune.probe.watch import Watch
 
 FINISH_SECONDS: Final = 30.0
 """How long to wait for the ranks' last words after their last step. When all have spoken they are stopped at once:
@@ -110,20 +109,12 @@ class _Attempt:
     """One launch."""
 
     warden: processes.Launched
-    metrics: files.Metrics
+    watch: Watch
     launched: float
     """Unix time."""
     began: float
     """Monotonic time, for deadlines."""
     oom_kills_before: int
-    steps_seen: int = 0
-    last_step: float = 0.0
-    """Monotonic time of the last complete step."""
-    tokens_per_second: float | None = None
-    tight: bool = False
-    """The interval of the median is as narrow as asked for."""
-    cannot_win: bool = False
-    """It is slower than ``spec.beat``."""
     stop: StopReason | None = None
     stop_time: float = float("inf")
     """Unix time."""
@@ -160,7 +151,7 @@ class LocalProbe:
             return self.outcome
         attempt = self._attempt
         ended = attempt.warden.has_ended()
-        self._read_metrics()
+        attempt.watch.read_new(self.spec)
         if ended:
             self._finish_attempt()
         elif attempt.stop is None and (reason := self._reason_to_stop()) is not None:
@@ -172,15 +163,15 @@ class LocalProbe:
         attempt = self._attempt
         if attempt.stop is not None or self.outcome is not None:
             phase = "stopping"
-        elif attempt.steps_seen:
+        elif attempt.watch.steps_seen:
             phase = "step"
         else:
-            phase = "compiling" if attempt.metrics.logs else "starting"
+            phase = "compiling" if attempt.watch.metrics.logs else "starting"
         return ProbeProgress(
             phase=phase,
-            step=attempt.steps_seen,
+            step=attempt.watch.steps_seen,
             steps=self.spec.settings.steps,
-            tokens_per_second=attempt.tokens_per_second,
+            tokens_per_second=attempt.watch.tokens_per_second,
             seconds=(self._ended or time.monotonic()) - self._began,
         )
 
@@ -228,45 +219,19 @@ class LocalProbe:
                 grace_seconds=self.grace_seconds,
                 cold=start_command,
             ),
-            metrics=files.Metrics(spec.directory),
+            watch=Watch(files.Metrics(spec.directory)),
             launched=launched,
             began=began,
             oom_kills_before=processes.host_oom_kills(),
         )
 
-    def _read_metrics(self) -> None:
-        attempt = self._attempt
-        attempt.metrics.read_new()
-        steps = attempt.metrics.complete_steps(self.spec.nproc_per_node)
-        if steps > attempt.steps_seen:
-            attempt.steps_seen = steps
-            attempt.last_step = time.monotonic()
-            records = attempt.metrics.slowest(self.spec.nproc_per_node)
-            attempt.tokens_per_second = measurement.throughputs(self.spec, records)[-1]
-            kept = measurement.throughputs(self.spec, measured(records, self.spec.settings.warmup_steps))
-            attempt.cannot_win = cannot_win(kept, self.spec.beat)
-            attempt.tight = is_tight(
-                kept,
-                minimum=self.spec.settings.min_measured_steps,
-                target_relative_interval=self.spec.settings.target_relative_interval,
-            )
-
     def _reason_to_stop(self) -> StopReason | None:
-        attempt, settings, now = self._attempt, self.spec.settings, time.monotonic()
-        if attempt.metrics.has_diverged():
-            return StopReason.DIVERGED
-        if attempt.steps_seen >= settings.steps:
-            done = attempt.metrics.have_ended(self.spec.nproc_per_node)
-            return StopReason.FINISHED if done or now - attempt.last_step > FINISH_SECONDS else None
-        if attempt.tight:
-            return StopReason.EARLY
-        if attempt.cannot_win:
-            return StopReason.CANNOT_WIN
-        if now - attempt.began > settings.timeout_seconds:
-            return StopReason.TIMEOUT
-        if attempt.steps_seen == 0:
-            return StopReason.STARTUP if now - attempt.began > settings.startup_seconds else None
-        return StopReason.HANG if now - attempt.last_step > settings.hang_seconds else None
+        watch = self._attempt.watch
+        return watch.reason_to_stop(
+            self.spec.settings,
+            began=self._attempt.began,
+            all_ended=watch.metrics.have_ended(self.spec.world_size),
+        )
 
     def _finish_attempt(self) -> None:
         """All processes are gone: classify, then relaunch or conclude."""
@@ -280,27 +245,17 @@ class LocalProbe:
 
     def _conclude(self, found: Classification) -> None:
         attempt, spec = self._attempt, self.spec
-        measured_here = measurement.measurement_of(
-            spec,
-            attempt.metrics,
-            launched=attempt.launched,
-            stopped_early=attempt.stop in (StopReason.EARLY, StopReason.CANNOT_WIN),
-        )
-        wants_float8, wants_compile = measurement.asks_for(tomllib.loads(spec.toml))
         self._ended = time.monotonic()
-        facts = {
-            "phases": measurement.phases(attempt.metrics, launched=attempt.launched, ended=time.time()),
-            "trend": measurement.trend(spec, attempt.metrics),
-        }
+        findings = attempt.watch.findings(
+            spec, launched=attempt.launched, ended=time.time(), stop=attempt.stop
+        )
         outcome = ProbeOutcome(
             status=found.status,
             message=found.message,
             seconds=self._ended - self._began,
-            measurement=measured_here,
-            details={**found.details, **{name: fact for name, fact in facts.items() if fact}},
-            warnings=measurement.silent_failures(
-                attempt.metrics, wants_float8=wants_float8, wants_compile=wants_compile
-            ),
+            measurement=findings.measurement,
+            details={**found.details, **findings.details},
+            warnings=findings.warnings,
             attempts=self.attempts,
         )
         write_outcome(spec.directory, outcome)
@@ -310,19 +265,13 @@ class LocalProbe:
     def _evidence(self) -> Evidence:
         attempt, spec = self._attempt, self.spec
         record = attempt.warden.exit_record()
-        return Evidence(
-            settings=spec.settings,
-            returncode=record["returncode"] if record else None,
-            complete_steps=attempt.metrics.complete_steps(spec.nproc_per_node),
-            losses=attempt.metrics.losses(),
-            diverged=attempt.metrics.has_diverged(),
-            errors=files.read_errors(spec.directory),
-            log_tail=files.log_tail(spec.directory),
+        return attempt.watch.evidence(
+            spec,
             stop=attempt.stop,
             stop_time=attempt.stop_time,
-            baseline_losses=spec.baseline_losses,
+            returncode=record["returncode"] if record else None,
             host_oom_kills=processes.host_oom_kills() - attempt.oom_kills_before,
-            facts={"launcher": attempt.warden.launcher, **measurement.facts(attempt.metrics)},
+            facts={"launcher": attempt.warden.launcher},
         )
 
     def _remove_launcher_logs(self) -> None:

@@ -22,7 +22,7 @@ def measurement_of(
 
     Throughput is the tokens of a step over the time of its slowest rank. ``launched`` is Unix time.
     """
-    steps = metrics.slowest(spec.nproc_per_node)
+    steps = metrics.slowest(spec.world_size)
     kept = measured(steps, spec.settings.warmup_steps)
     if not kept:
         return None
@@ -95,7 +95,7 @@ def trend(spec: ProbeSpec, metrics: Metrics) -> dict[str, Any]:
     ``late_compilations`` the graphs captured after step 1; ``late_alloc_retries`` are those of the measured
     steps; ``fused_collective_matmuls`` is ``None`` where the job does not ask for async tensor parallelism.
     """
-    records = metrics.slowest(spec.nproc_per_node)
+    records = metrics.slowest(spec.world_size)
     if not records:
         return {}
     kept = [record.step_seconds for record in measured(records, spec.settings.warmup_steps)]

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan_tune.domain.probe import ProbeSettings, ProbeSpec
-from titan_tune.probe import files, measurement
+from titan_tune.probe import files
 from titan_tune.probe.classify import Evidence, StopReason
-from titan_tune.probe.local import FINISH_SECONDS
 from titan_tune.probe.slurm.classify import Abandoned, Cause, hopeless
 from titan_tune.probe.slurm.jobs import PAUSED, WAITING, JobEnd, JobRow
 from titan_tune.probe.slurm.patience import Patience
-from titan_tune.probe.statistics import cannot_win, is_tight, measured
+from titan_tune.probe.watch import Watch
 
 
 @dataclass(slots=True)
@@ -23,7 +22,7 @@ class Attempt:
 
     name: str
     """The job's."""
-    metrics: files.Metrics
+    watch: Watch
     call: Future[str] | Future[str | None] | None
     """The submission, or the search for a job by its name."""
     asked: float = field(default_factory=time.monotonic)
@@ -42,11 +41,6 @@ class Attempt:
     """Whether Slurm itself said that it runs; ranks may write before it is asked again."""
     grown: float = float("-inf")
     """When a rank last wrote."""
-    steps_seen: int = 0
-    last_step: float = 0.0
-    tokens_per_second: float | None = None
-    tight: bool = False
-    cannot_win: bool = False
     stop: StopReason | None = None
     abandoned: Abandoned | None = None
     end_asked: float = 0.0
@@ -61,6 +55,11 @@ class Attempt:
     end: JobEnd | None = None
     ended: float | None = None
     """When the job was first known to have ended."""
+
+    @property
+    def metrics(self) -> files.Metrics:
+        """What the ranks wrote."""
+        return self.watch.metrics
 
     @property
     def ending(self) -> bool:
@@ -86,42 +85,16 @@ class Attempt:
 
     def read_metrics(self, spec: ProbeSpec) -> None:
         """Take in what the ranks have written since the last call."""
-        if not self.metrics.read_new():
-            return
-        self.grown = time.monotonic()
-        self.begin(None)
-        steps = self.metrics.complete_steps(spec.world_size)
-        if steps > self.steps_seen:
-            self.steps_seen, self.last_step = steps, self.grown
-            records = self.metrics.slowest(spec.world_size)
-            kept = measurement.throughputs(spec, measured(records, spec.settings.warmup_steps))
-            self.tokens_per_second = measurement.throughputs(spec, records)[-1]
-            self.cannot_win = cannot_win(kept, spec.beat)
-            self.tight = is_tight(
-                kept,
-                minimum=spec.settings.min_measured_steps,
-                target_relative_interval=spec.settings.target_relative_interval,
-            )
+        if self.watch.read_new(spec):
+            self.grown = time.monotonic()
+            self.begin(None)
 
     def reason_to_stop(self, settings: ProbeSettings) -> StopReason | None:
         """Why the probe should end, by what its ranks did or did not do."""
-        now = time.monotonic()
         if self.began is None:
             return None
-        if self.metrics.has_diverged():
-            return StopReason.DIVERGED
-        if self.steps_seen >= settings.steps:
-            # a job that ends by itself is cleaner than one that is cancelled: no hurry
-            return StopReason.FINISHED if now - self.last_step > FINISH_SECONDS else None
-        if self.tight:
-            return StopReason.EARLY
-        if self.cannot_win:
-            return StopReason.CANNOT_WIN
-        if now - self.began > settings.timeout_seconds:
-            return StopReason.TIMEOUT
-        if self.steps_seen == 0:
-            return StopReason.STARTUP if now - self.began > settings.startup_seconds else None
-        return StopReason.HANG if now - self.last_step > settings.hang_seconds else None
+        # a job that ends by itself is cleaner than one that is cancelled: no hurry
+        return self.watch.reason_to_stop(settings, began=self.began, all_ended=False)
 
     def reason_to_abandon(self, patience: Patience) -> Abandoned | None:
         """Why the job should be given up, by what Slurm says of it."""
@@ -150,24 +123,12 @@ class Attempt:
         """Whether files of the ranks may be on their way: a network file system shows them late."""
         if self.ending or end.state not in ("COMPLETED", "FAILED", "OUT_OF_MEMORY"):
             return False
-        done = self.steps_seen >= spec.settings.steps or self.metrics.has_diverged()
+        done = self.watch.steps_seen >= spec.settings.steps or self.metrics.has_diverged()
         return not done and not files.read_errors(spec.directory)
 
     def evidence(self, spec: ProbeSpec) -> Evidence:
         """All that the ranks left."""
-        return Evidence(
-            settings=spec.settings,
-            returncode=None,
-            complete_steps=self.metrics.complete_steps(spec.world_size),
-            losses=self.metrics.losses(),
-            diverged=self.metrics.has_diverged(),
-            errors=files.read_errors(spec.directory),
-            log_tail=files.log_tail(spec.directory),
-            stop=self.stop,
-            stop_time=self.stop_time,
-            baseline_losses=spec.baseline_losses,
-            facts=measurement.facts(self.metrics),
-        )
+        return self.watch.evidence(spec, stop=self.stop, stop_time=self.stop_time)
 
     def hosts(self) -> dict[int, str]:
         """The nodes of the ranks that came to training."""

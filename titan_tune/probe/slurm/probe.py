@@ -7,13 +7,11 @@ nothing but the knowledge of that.
 from __future__ import annotations
 
 import time
-import tomllib
 import uuid
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from titan_tune.domain.probe import ProbeOutcome, ProbeProgress, ProbeSpec, ProbeStatus
-from titan_tune.probe import files, measurement
+from titan_tune.probe import files
 from titan_tune.probe.classify import Classification, StopReason
 from titan_tune.probe.record import write_outcome, write_whole
 from titan_tune.probe.slurm.attempt import Attempt
@@ -31,6 +29,7 @@ from titan_tune.probe.slurm.monitor import Monitor, Seen
 from titan_tune.probe.slurm.nodes import NodeLedger
 from titan_tune.probe.slurm.notes import JobNote
 from titan_tune.probe.slurm.patience import Patience
+from titan_tune.probe.watch import Watch
 
 
 @dataclass(slots=True)
@@ -81,7 +80,7 @@ class JobProbe:
         attempt = self._attempt
         if attempt.ending or attempt.ended is not None or self.outcome is not None:
             phase = "stopping"
-        elif attempt.steps_seen:
+        elif attempt.watch.steps_seen:
             phase = "step"
         elif attempt.metrics.logs:
             phase = "compiling"
@@ -91,9 +90,9 @@ class JobProbe:
             phase = f"queued ({attempt.row.reason})" if attempt.row is not None else "queued"
         return ProbeProgress(
             phase=phase,
-            step=attempt.steps_seen,
+            step=attempt.watch.steps_seen,
             steps=self.spec.settings.steps,
-            tokens_per_second=attempt.tokens_per_second,
+            tokens_per_second=attempt.watch.tokens_per_second,
             seconds=self._seconds + attempt.run_seconds(),
         )
 
@@ -117,11 +116,11 @@ class JobProbe:
         JobNote(name, self.attempts, lane=self.lane).write(self.spec.directory)
         write_whole(self.spec.directory / files.CONFIG, self.spec.toml)
         call = self.monitor.call(self.jobs.submit, self.spec, name, self._avoid, self.lane)
-        self._attempt = Attempt(name, files.Metrics(self.spec.directory), call)
+        self._attempt = Attempt(name, Watch(files.Metrics(self.spec.directory)), call)
 
     def _continue(self, note: JobNote) -> None:
         self.attempts, self.lane = note.attempt, note.lane
-        self._attempt = Attempt(note.name, files.Metrics(self.spec.directory), None)
+        self._attempt = Attempt(note.name, Watch(files.Metrics(self.spec.directory)), None)
         if note.job_id is not None:
             self._submitted(note.job_id)
         else:
@@ -311,37 +310,22 @@ class JobProbe:
 
     def _conclude(self, found: Classification, seconds: float) -> None:
         attempt, spec = self._attempt, self.spec
-        # one node of all ranks: what is measured does not depend on where they are
-        flat = replace(spec, num_nodes=1, nproc_per_node=spec.world_size)
-        facts: dict[str, Any] = {"trend": measurement.trend(flat, attempt.metrics)}
-        measured_here = None
-        if attempt.launched is not None:
-            # Slurm's clock has whole seconds, the ranks' has more
-            last_words = (log.steps[-1].time for log in attempt.metrics.logs.values() if log.steps)
-            ended = max((attempt.launched + seconds, *last_words))
-            facts["phases"] = measurement.phases(attempt.metrics, launched=attempt.launched, ended=ended)
-            measured_here = measurement.measurement_of(
-                flat,
-                attempt.metrics,
-                launched=attempt.launched,
-                stopped_early=attempt.stop in (StopReason.EARLY, StopReason.CANNOT_WIN),
-            )
-        wants_float8, wants_compile = measurement.asks_for(tomllib.loads(spec.toml))
-        silent = measurement.silent_failures(
-            attempt.metrics, wants_float8=wants_float8, wants_compile=wants_compile
-        )
+        # Slurm's clock has whole seconds, the ranks' has more
+        last_words = [log.steps[-1].time for log in attempt.metrics.logs.values() if log.steps]
+        ended = max([(attempt.launched or 0.0) + seconds, *last_words])
+        findings = attempt.watch.findings(spec, launched=attempt.launched, ended=ended, stop=attempt.stop)
         outcome = ProbeOutcome(
             status=found.status,
             message=found.message,
             seconds=self._seconds + seconds,
-            measurement=measured_here,
+            measurement=findings.measurement,
             details={
                 **found.details,
-                **{name: fact for name, fact in facts.items() if fact},
+                **findings.details,
                 "job_id": attempt.job_id,
                 "queue_seconds": attempt.queue_seconds(),
             },
-            warnings=(*silent, *self._too_few_cpus(), *self._warnings),
+            warnings=(*findings.warnings, *self._too_few_cpus(), *self._warnings),
             attempts=self.attempts,
         )
         write_outcome(spec.directory, outcome)
