@@ -58,6 +58,9 @@ def evidence(**changes):
         (end("FAILED", exit_code=EXIT_NO_FOLDER), "titan-tune: node1 has no folder /a b", Cause.NO_FOLDER, ("node1",),
          "node1 has no folder /a b (job 7)"),
         (end("FAILED", exit_code=EXIT_CACHE), "titan-tune: node2: cannot use /tmp/x", Cause.CACHE_FOLDER, (), "/tmp/x"),
+        # the other node's task was killed first: 128 + SIGTERM is the higher code
+        (end("FAILED", exit_code=143), "titan-tune: node2: cannot use /tmp/x as a folder of this user",
+         Cause.CACHE_FOLDER, (), "/tmp/x"),
         (JobEnd("7"), "", Cause.FORGOTTEN, (), "does not know job 7"),
         (end("FAILED", exit_code=1), "NCCL WARN system error", Cause.RANK, (), "NCCL"),
         (end("FAILED", exit_code=137), "", Cause.RANK, (), "code 137"),

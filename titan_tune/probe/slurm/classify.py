@@ -113,6 +113,8 @@ _NODE_FAILED: Final = re.compile(r"Node failure on (?P<nodes>[\w.,\[\]-]+)|DUE T
 _NODE_OF_FAILURE: Final = re.compile(r"Node failure on (?P<node>[\w.-]+)")
 _HOST_OOM: Final = re.compile(r"oom.kill event|task \d+: Out Of Memory|\bOUT_OF_MEMORY\b")
 _EXIT_TEXT: Final = re.compile(r"titan-tune: (?P<text>.+)")
+_CACHE_REFUSED: Final = re.compile(r"titan-tune: (?P<text>\S+: cannot use .+ as a folder of this user)")
+"""The first node's word: when srun kills the tasks of the others, the job's exit code is that of the signal."""
 _SIGNAL_LAUNCH: Final = 53
 """Slurm's exit signal for a script that it could not start, such as for want of the output's folder."""
 
@@ -219,8 +221,9 @@ def _of_failed_job(
 ) -> tuple[Cause, str, tuple[str, ...]] | None:
     if "OUT_OF_MEMORY" in end.step_states or _HOST_OOM.search(log):
         return Cause.HOST_OOM, _oom_message(end), ()
-    if end.exit_code in (EXIT_NO_FOLDER, EXIT_CACHE):
-        said = _EXIT_TEXT.search(log)
+    refused = _CACHE_REFUSED.search(log)
+    if refused or end.exit_code in (EXIT_NO_FOLDER, EXIT_CACHE):
+        said = refused or _EXIT_TEXT.search(log)
         cause = Cause.NO_FOLDER if end.exit_code == EXIT_NO_FOLDER else Cause.CACHE_FOLDER
         host = (end.batch_host,) if end.batch_host and cause is Cause.NO_FOLDER else everywhere
         text = said["text"] if said else f"exit code {end.exit_code}"
