@@ -154,8 +154,8 @@ def main() -> None:
         "|---|---|---|---|---|",
         *lines,
         "",
-        "Zero-bubble schedules run a block's weight half once per weight, and a checkpoint recomputes each time;",
-        "what is alive between the halves is not fully understood: the interval is wide for them.",
+        "Zero-bubble schedules run a block's weight half once per weight, and a checkpoint recomputes each time",
+        "(titan_tune/estimate/halves.py has what is alive between the halves).",
         "",
     ]
     REPORT.write_text("\n".join(text))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import public_rows
-from h200_rows import ROOT, Row, layout_rows, rows
+from h200_rows import DRY_RUN, ROOT, DryRow, Row, dry_run_rows, layout_rows, rows
 from other_estimators import ESTIMATORS
 from rejections import decision_section
 from traced_rows import Traces, traces, worst_trace
@@ -83,6 +83,25 @@ def comparisons(row: Row, traced: Traces) -> Iterator[Comparison]:
         )
 
 
+def dry_comparisons(dry: DryRow, traced: Traces) -> Iterator[Comparison]:
+    """One for each rank that ran."""
+    estimate = estimate_memory(dry.row.settings)
+    ranks = zip(dry.ranks, dry.stages, dry.row.active_gib, dry.row.reserved_gib, strict=True)
+    for rank, index, active, reserved in ranks:
+        stage = estimate.stages[index]
+        trace = traced.get((dry.row.id, rank)) or traced.get((dry.real, rank))
+        yield Comparison(
+            row=dry.row,
+            rank=rank,
+            many=len(dry.ranks) > 1,
+            phase=stage.peak.name,
+            active=(active, stage.active_bytes / GIB),
+            reserved=(reserved, stage.reserved_bytes / GIB),
+            device=None,
+            traced=trace[:2] if trace else None,
+        )
+
+
 def intervals(measured: Sequence[Row]) -> list[str]:
     """How many runs lie in the interval that was said beforehand, worst rank."""
     by_formula, by_trace, traced = 0, 0, traces()
@@ -110,15 +129,21 @@ def report() -> str:
     dense = [row for row in measured if row.settings.model.is_dense_llama]
     traced = traces()
     found = [comparison for row in measured for comparison in comparisons(row, traced)]
+    dry = dry_run_rows()
+    dry_found = [comparison for row in dry for comparison in dry_comparisons(row, traced)]
+    larger = {row.row.id for row in dry if row.is_larger}
     real = [row for row in measured if row.device_gib and not row.is_fake]
     parts = (
         head(found, measured),
         by_path(found),
+        dry_head(dry_found, larger),
+        by_path([c for c in dry_found if c.row.id in larger]),
         against_others(dense, traced),
-        decision_section(real),
+        decision_section(real, [row for row in measured if row not in real] + [row.row for row in dry]),
         public_rows.section(),
         limits(),
-        every_row(found),
+        every_row("Every value", found),
+        every_row("Every rank of a dry run", dry_found),
     )
     return "\n".join(line for part in parts for line in (*part, ""))
 
@@ -138,22 +163,62 @@ def head(found: Sequence[Comparison], measured: Sequence[Row]) -> list[str]:
         f"- formula, reserved: |error| {stats([c.reserved for c in found])}",
         f"- formula, device used (without fake process groups): |error| {stats(devices)}",
     ]
-    both = [c for c in found if c.traced is not None]
-    if both:
-        active = [(c.active[0], c.traced[0]) for c in both if c.traced]
-        reserved = [(c.reserved[0], c.traced[1]) for c in both if c.traced]
-        lines += [
-            f"- trace, active: |error| {stats(active)} over {len(both)} values",
-            f"- trace, reserved: |error| {stats(reserved)}",
-        ]
     return [
         *lines,
+        *trace_stats(found),
         *intervals(measured),
         "",
         "The formula's active memory has no fitted constant. Its reserved has nine (fragmentation by what is",
         "recomputed and its limit, pipelines, segments) and device four (context and NCCL), all taken from these",
         "same rows: treat those errors as in-sample. A trace has no fitted constant in either.",
     ]
+
+
+def trace_stats(found: Sequence[Comparison]) -> list[str]:
+    both = [c for c in found if c.traced is not None]
+    if not both:
+        return []
+    active = [(c.active[0], c.traced[0]) for c in both if c.traced]
+    reserved = [(c.reserved[0], c.traced[1]) for c in both if c.traced]
+    return [
+        f"- trace, active: |error| {stats(active)} over {len(both)} values",
+        f"- trace, reserved: |error| {stats(reserved)}",
+    ]
+
+
+def dry_head(found: Sequence[Comparison], larger: set[str]) -> list[str]:
+    """The ranks of dry runs, all and those of more than two GPUs."""
+    lines = [
+        "## Layouts beyond two GPUs, by dry run",
+        "",
+        f"{len(found)} ranks of {len({c.row.id for c in found})} jobs, each alone on one H200 with the other ranks'",
+        "messages answered locally (tests/data/h200_dry_runs.jsonl): kernels, allocator and sizes are real. Two-GPU",
+        "jobs among them are held against real runs in reports/dry_run.md, where both peaks agree.",
+        "",
+    ]
+    for name, of_kind in (
+        ("all", found),
+        ("beyond two GPUs", [c for c in found if c.row.id in larger]),
+    ):
+        inside = sum(in_interval(c) for c in of_kind)
+        lines += [
+            f"{name}, {len(of_kind)} ranks:",
+            "",
+            f"- formula, active: |error| {stats([c.active for c in of_kind])}",
+            f"- formula, reserved: |error| {stats([c.reserved for c in of_kind])}",
+            f"- measured active within the formula's interval: {inside} of {len(of_kind)} ranks",
+            *trace_stats(of_kind),
+            "",
+        ]
+    return lines[:-1]
+
+
+def in_interval(c: Comparison) -> bool:
+    """Whether a rank's measured active memory lies in the interval around its own stage's figure."""
+    estimate = estimate_memory(c.row.settings)
+    low, high = (end / estimate.active_bytes for end in estimate.active_interval)
+    measured, estimated = c.active
+    return estimated * low <= measured <= estimated * high
 
 
 def by_path(found: Sequence[Comparison]) -> list[str]:
@@ -214,16 +279,16 @@ def limits() -> list[str]:
     return [
         "## What is not covered",
         "",
-        "No H200 row covers: PP with FSDP or TP, schedules other than 1F1B, CPU offload,",
-        "`reshard_after_forward = always`, mxfp8, ETP, uneven routing of tokens to experts. The estimate widens its",
-        "interval for each; dense layouts among them were held against traces of whole steps instead",
-        "(reports/formula_against_trace.md).",
+        "No H200 row covers: PP with mixtures of experts, GPipe and the interleaved schedules without zero bubbles,",
+        "compiled blocks under zero bubbles, CPU offload, mxfp8, ETP, uneven routing of tokens to experts. The",
+        "estimate widens its interval where it has no other evidence; dense layouts among them were held against",
+        "traces of whole steps instead (reports/formula_against_trace.md).",
     ]
 
 
-def every_row(found: Sequence[Comparison]) -> list[str]:
+def every_row(title: str, found: Sequence[Comparison]) -> list[str]:
     lines = [
-        "## Every value",
+        f"## {title}",
         "",
         "GiB; in brackets the error in per cent.",
         "",
@@ -235,7 +300,7 @@ def every_row(found: Sequence[Comparison]) -> list[str]:
         for place, (measured, estimated) in enumerate((c.active, c.reserved)):
             trace = "–" if c.traced is None else cell(measured, c.traced[place])
             cells += [f"{measured:.3f}", cell(measured, estimated), trace]
-        lines.append(f"| {c.run} | {c.phase} | {' | '.join(cells)} |")
+        lines.append(f"| {c.run.removeprefix(DRY_RUN)} | {c.phase} | {' | '.join(cells)} |")
     return lines
 
 

@@ -1,9 +1,11 @@
 """Traces every measured H200 row, one after another, and writes reports/trace_accuracy.md.
 
-    python benchmarks/trace_accuracy.py [--layouts] [--only SUBSTRING] [--jsonl FILE]
+    python benchmarks/trace_accuracy.py [--layouts] [--only SUBSTRING] [--skip SUBSTRING] [--jsonl FILE]
 
-``--layouts`` takes the rows of further layouts and models and writes reports/trace_layouts.md. With ``--jsonl`` rows
-already in FILE are not traced again.
+``--layouts`` takes the rows of further layouts and models and the dry-run ranks, and writes reports/trace_layouts.md.
+Rows already in FILE are not traced again; with ``--layouts`` it is reports/trace_layouts.jsonl unless named. Rows that
+are left out (``--only``, ``--skip``) stay in the report where FILE has them, with the day of their trace, and are
+named where it has not.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,10 @@ DATA = ROOT / "tests" / "data" / "h200_measured.jsonl"
 LAYOUTS = ROOT / "tests" / "data" / "h200_rows_layouts.jsonl"
 REPORT = ROOT / "reports" / "trace_accuracy.md"
 LAYOUTS_REPORT = ROOT / "reports" / "trace_layouts.md"
+LAYOUTS_TRACES = ROOT / "reports" / "trace_layouts.jsonl"
+DRY_RUNS = ROOT / "tests" / "data" / "h200_dry_runs.jsonl"
+DRY_RUN = "dry-run:"
+"""In front of the ids of dry runs, some of which are those of real runs."""
 
 ACTIVE_GOAL = 0.002
 RESERVED_GOAL = 0.01
@@ -41,6 +48,20 @@ FEED_FORWARD: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Rank:
+    """A measured rank and the job that it was part of."""
+
+    id: str
+    rank: int
+    active: float
+    """GiB, as is ``reserved``."""
+    reserved: float
+    world_size: int
+    values: Mapping[str, Any]
+    model_args: Mapping[str, Any]
+
+
 @dataclass
 class Line:
     id: str
@@ -52,6 +73,7 @@ class Line:
     phase: str = ""
     seconds: float = 0.0
     error: str = ""
+    date: str = ""
 
     @property
     def active_error(self) -> float | None:
@@ -69,17 +91,52 @@ def model_args(row: dict[str, Any]) -> dict[str, Any]:
     return args | FEED_FORWARD[row["flavor"]]
 
 
-def trace_row(row: dict[str, Any], rank: int) -> Line:
-    line = Line(row["id"], rank, row["active_gib"][rank], row["reserved_gib"][rank])
-    if "model" in row:
-        values = {**row["config"], "model.name": row["model"], "model.flavor": row["flavor"]}
-        args: Mapping[str, Any] = model_args(row)
-    else:
+def measured_ranks(data: Path) -> Iterator[Rank]:
+    """Each rank of a pipeline; one rank where all measure the same."""
+    for row in _rows(data):
+        if "model" in row:
+            values = {**row["config"], "model.name": row["model"], "model.flavor": row["flavor"]}
+            args: Mapping[str, Any] = model_args(row)
+        else:
+            job = job_from_text("", name=row["id"]).with_values(row["config"])
+            values, args = job.resolved(), job.model_args
+        pipeline = row["config"].get("parallelism.pipeline_parallel_degree", 1) > 1
+        for rank in range(row["world_size"] if pipeline else 1):
+            active, reserved = row["active_gib"][rank], row["reserved_gib"][rank]
+            yield Rank(row["id"], rank, active, reserved, row["world_size"], values, args)
+
+
+def dry_run_ranks() -> Iterator[Rank]:
+    """Of jobs that no measured row has; those of the real two-GPU rows are traced for reports/trace_accuracy.md."""
+    traced = {row["id"] for row in _rows(DATA)}
+    for row in _rows(DRY_RUNS):
+        if row.get("real") in traced:
+            continue
         job = job_from_text("", name=row["id"]).with_values(row["config"])
-        values, args = job.resolved(), job.model_args
+        for rank, found in row["ranks"].items():
+            active, reserved = found["active_bytes"] / GIB, found["reserved_bytes"] / GIB
+            yield Rank(
+                DRY_RUN + row["id"],
+                int(rank),
+                active,
+                reserved,
+                row["world_size"],
+                job.resolved(),
+                job.model_args,
+            )
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def trace_rank(rank: Rank) -> Line:
+    line = Line(rank.id, rank.rank, rank.active, rank.reserved, date=f"{datetime.now(UTC):%Y-%m-%d}")
     began = time.monotonic()
     try:
-        result = trace_memory(values, model_args=args, world_size=row["world_size"], rank=rank)
+        result = trace_memory(
+            rank.values, model_args=rank.model_args, world_size=rank.world_size, rank=rank.rank
+        )
     except TraceError as error:
         line.error = str(error)
     else:
@@ -90,25 +147,25 @@ def trace_row(row: dict[str, Any], rank: int) -> Line:
     return line
 
 
-def lines(data: Path, only: str, cache: Path | None) -> list[Line]:
-    done: dict[tuple[str, int], Line] = {}
-    if cache is not None and cache.exists():
-        for text in cache.read_text().splitlines():
-            line = Line(**json.loads(text))
-            done[line.id, line.rank] = line
-    made = []
-    for row in map(json.loads, data.read_text().splitlines()):
-        # without a pipeline all ranks measure the same
-        pipeline = row["config"].get("parallelism.pipeline_parallel_degree", 1) > 1
-        for rank in range(row["world_size"] if pipeline else 1):
-            if only not in row["id"]:
-                continue
-            line = done.get((row["id"], rank))
-            if line is None or line.error:
-                line = trace_row(row, rank)
-                if cache is not None:
-                    with cache.open("a") as out:
-                        out.write(json.dumps(asdict(line)) + "\n")
+def cached(cache: Path | None) -> dict[tuple[str, int], Line]:
+    """Traces made before by row and rank; the last of each counts."""
+    if cache is None or not cache.exists():
+        return {}
+    made = (Line(**row) for row in _rows(cache))
+    return {(line.id, line.rank): line for line in made}
+
+
+def lines(ranks: list[Rank], wanted: Callable[[str], bool], cache: Path | None) -> list[Line]:
+    """The line of each rank that is wanted or was traced before."""
+    done, made = cached(cache), []
+    for rank in ranks:
+        line = done.get((rank.id, rank.rank))
+        if wanted(rank.id) and (line is None or line.error):
+            line = trace_rank(rank)
+            if cache is not None:
+                with cache.open("a") as out:
+                    out.write(json.dumps(asdict(line)) + "\n")
+        if line is not None:
             print(text_of(line), flush=True)
             made.append(line)
     return made
@@ -132,6 +189,7 @@ def text_of(line: Line) -> str:
         percent(line.reserved_error),
         line.error or line.phase,
         f"{line.seconds:.0f}",
+        *([line.date] if line.date else []),
     ]
     return "| " + " | ".join(cells) + " |"
 
@@ -152,7 +210,7 @@ def beyond(made: list[Line]) -> list[str]:
     ]
 
 
-def report(made: list[Line]) -> str:
+def report(made: list[Line], missing: list[str]) -> str:
     active = [line.active_error for line in made if line.active_error is not None]
     reserved = [line.reserved_error for line in made if line.reserved_error is not None]
     return "\n".join(
@@ -163,33 +221,55 @@ def report(made: list[Line]) -> str:
             "Traced: CPU with two cores, fake tensors, one row after another "
             "(`python benchmarks/trace_accuracy.py`; `--layouts` for further layouts and models), "
             f"torch {version('torch')}. Seconds are wall clock with "
-            "imports; other jobs may have shared the machine.",
+            "imports; other jobs may have shared the machine."
+            + (" A row's last column is the day of its trace." if any(line.date for line in made) else ""),
             "",
             f"- {summary('active', active)}",
             f"- {summary('reserved', reserved)}",
             f"- failed: {sum(bool(line.error) for line in made)} of {len(made)}",
+            f"- not traced: {', '.join(missing) or 'none'}",
             "",
             f"Goals: active within {100 * ACTIVE_GOAL:.1f} % and reserved within {100 * RESERVED_GOAL:.0f} % on "
             f"average. Rows beyond: {', '.join(beyond(made)) or 'none'}; what is known about them is in "
             "`docs/decisions/0003-trace.md`.",
             "",
-            "| row | active GiB | traced | error | reserved GiB | traced | error | peak phase | seconds |",
-            "|---|---|---|---|---|---|---|---|---|",
+            *table_head(made),
             *(text_of(line) for line in made),
             "",
         ]
     )
 
 
+def table_head(made: list[Line]) -> tuple[str, str]:
+    dated = any(line.date for line in made)
+    head = "| row | active GiB | traced | error | reserved GiB | traced | error | peak phase | seconds |"
+    return head + (" on |" if dated else ""), "|---" * (10 if dated else 9) + "|"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="rows whose id contains this")
+    parser.add_argument("--only", action="append", default=[], help="trace rows whose id contains this alone")
+    parser.add_argument(
+        "--skip", action="append", default=[], help="do not trace rows whose id contains this"
+    )
     parser.add_argument("--jsonl", type=Path, help="keep traced rows here and do not trace them again")
-    parser.add_argument("--layouts", action="store_true", help="the rows of further layouts and models")
+    parser.add_argument("--layouts", action="store_true", help="further layouts and models, and dry runs")
     arguments = parser.parse_args()
-    data, target = (LAYOUTS, LAYOUTS_REPORT) if arguments.layouts else (DATA, REPORT)
-    text = report(lines(data, arguments.only, arguments.jsonl))
-    if not arguments.only:
+    if arguments.layouts:
+        ranks, target = [*dry_run_ranks(), *measured_ranks(LAYOUTS)], LAYOUTS_REPORT
+        cache = arguments.jsonl or LAYOUTS_TRACES
+    else:
+        ranks, target, cache = list(measured_ranks(DATA)), REPORT, arguments.jsonl
+
+    def wanted(row: str) -> bool:
+        chosen = not arguments.only or any(text in row for text in arguments.only)
+        return chosen and not any(text in row for text in arguments.skip)
+
+    made = lines(ranks, wanted, cache)
+    seen = {(line.id, line.rank) for line in made}
+    missing = [f"{rank.id} rank {rank.rank}" for rank in ranks if (rank.id, rank.rank) not in seen]
+    text = report(made, missing)
+    if arguments.layouts or not missing:
         target.parent.mkdir(exist_ok=True)
         target.write_text(text)
     print(text.split("| row")[0])

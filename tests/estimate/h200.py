@@ -1,7 +1,8 @@
-"""The H200 rows (96 runs, torch 2.11, torchtitan 0.2.2) as Settings with what was measured.
+"""The H200 rows (96 runs and 22 dry runs, torch 2.11, torchtitan 0.2.2) as Settings with what was measured.
 
 ``h200_measured.jsonl``: dense Llama on one and two GPUs with speeds. ``h200_rows_layouts.jsonl``: more
-layouts and every model family, memory only, routing of experts forced to be even.
+layouts and every model family, memory only, routing of experts forced to be even. ``h200_dry_runs.jsonl``: one
+rank of N on one GPU, memory only here.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from titan_tune.catalog.loader import gpu_spec, model_spec
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.domain.model import ModelSpec
 from titan_tune.domain.settings import Settings
+from titan_tune.titan.job import job_from_text
 from titan_tune.titan.keys import defaults
-from titan_tune.titan.settings import settings_from
+from titan_tune.titan.settings import resolve, settings_from
 
 DATA = Path(__file__).parents[1] / "data" / "h200_measured.jsonl"
 LAYOUTS = DATA.with_name("h200_rows_layouts.jsonl")
+DRY_RUNS = DATA.with_name("h200_dry_runs.jsonl")
 MODEL_ARGS = "titan_tune.model_args."
 
 
@@ -90,3 +93,43 @@ def _layout_row(raw: dict[str, Any]) -> LayoutRow:
     cluster = ClusterSpec(gpu=gpu_spec("h200"), gpus_per_node=raw["world_size"])
     (active,), (reserved,) = raw["active_gib"], raw["reserved_gib"]
     return LayoutRow(raw["id"], settings_from({**defaults(), **keys}, model, cluster), active, reserved)
+
+
+@dataclass(frozen=True)
+class DryRank:
+    """One rank of N on one GPU."""
+
+    id: str
+    real: str
+    """Id of the real run of the same job, if there is one."""
+    rank: int
+    settings: Settings
+    active_bytes: int
+    reserved_bytes: int
+
+    @property
+    def stage(self) -> int:
+        """Its pipeline rank: the pipeline is the outermost dimension of torchtitan's mesh."""
+        return self.rank * self.settings.dims.pp // self.settings.dims.world_size
+
+
+@lru_cache(maxsize=1)
+def dry_ranks() -> tuple[DryRank, ...]:
+    return tuple(rank for line in DRY_RUNS.read_text().splitlines() for rank in _dry_ranks(json.loads(line)))
+
+
+def _dry_ranks(raw: dict[str, Any]) -> list[DryRank]:
+    world = raw["world_size"]
+    cluster = ClusterSpec(gpu=gpu_spec("h200"), num_nodes=max(1, world // 8), gpus_per_node=min(world, 8))
+    settings = resolve(job_from_text("", name=raw["id"]).with_values(raw["config"]), cluster)
+    return [
+        DryRank(
+            raw["id"],
+            raw.get("real") or "",
+            int(rank),
+            settings,
+            found["active_bytes"],
+            found["reserved_bytes"],
+        )
+        for rank, found in raw["ranks"].items()
+    ]

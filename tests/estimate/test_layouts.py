@@ -7,10 +7,11 @@ import statistics
 from collections import defaultdict
 
 import pytest
-from h200 import LayoutRow, layout_rows, rows
+from h200 import LayoutRow, dry_ranks, layout_rows, rows
 
 from titan_tune.domain.settings import Settings
 from titan_tune.estimate import estimate_memory
+from titan_tune.estimate.schedule import ZERO_BUBBLE_SCHEDULES
 from titan_tune.estimate.verdict import MEASURED_RESIDUALS, Residual
 from titan_tune.units import GIB
 
@@ -56,7 +57,10 @@ def path_of(settings: Settings) -> str:
     dims = settings.dims
     sharded = "FSDP" if dims.fsdp_degree > 1 else ""
     if dims.pp > 1:
-        path = "PP"
+        others = (("CP", dims.cp > 1), ("FSDP", sharded), ("TP", dims.tp > 1))
+        path = " + ".join(("PP", *[name for name, applies in others if applies][:1]))
+        if settings.pipeline.schedule.lower() in ZERO_BUBBLE_SCHEDULES:
+            path = "PP, zero bubble"
     elif dims.cp > 1:
         path = "CP"
     elif dims.dp_replicate > 1:
@@ -74,6 +78,11 @@ def test_residuals_are_what_the_rows_say() -> None:
         stages = estimate_memory(measured.settings).stages
         for stage, active in zip(stages, measured.active_gib[: len(stages)], strict=True):
             errors[path_of(measured.settings)].append(abs(stage.active_bytes / GIB / active - 1))
+    real = {measured.id for measured in rows()}
+    for rank in dry_ranks():
+        if rank.real not in real:
+            stage = estimate_memory(rank.settings).stages[rank.stage]
+            errors[path_of(rank.settings)].append(abs(stage.active_bytes / rank.active_bytes - 1))
     found = {path: Residual(path, len(of_path), 100 * max(of_path)) for path, of_path in errors.items()}
     assert found.keys() == {residual.path for residual in MEASURED_RESIDUALS}
     for stated in MEASURED_RESIDUALS:

@@ -2,52 +2,63 @@
 
 from __future__ import annotations
 
-import json
+import statistics
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import pytest
+from h200 import DryRank, dry_ranks
 
-from titan_tune.catalog.loader import gpu_spec
-from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.domain.estimate import StageMemory
 from titan_tune.domain.settings import Settings
 from titan_tune.estimate import estimate_memory
 from titan_tune.estimate.halves import halves_of
 from titan_tune.estimate.parameters import shapes_of
 from titan_tune.estimate.schedule import BACKWARD, INPUT, WEIGHT, moments
-from titan_tune.titan.job import job_from_text
-from titan_tune.titan.settings import resolve
+from titan_tune.estimate.verdict import MEASURED_MARGIN, PIPELINE_MARGIN, relative_margins
 from titan_tune.units import MIB
 
-DATA = Path(__file__).parents[1] / "data" / "h200_dry_runs.jsonl"
-ROWS = tuple(json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines())
-RANKS = tuple((row, int(rank)) for row in ROWS for rank in row["ranks"])
-TOLERANCE = 0.02
+RANKS = dry_ranks()
+TOLERANCE = 0.011
 RESERVED_TOLERANCE = 0.065
 
 
-@lru_cache(maxsize=len(ROWS))
 def job(row_id: str) -> Settings:
-    row = next(row for row in ROWS if row["id"] == row_id)
-    world = row["world_size"]
-    cluster = ClusterSpec(gpu=gpu_spec("h200"), num_nodes=max(1, world // 8), gpus_per_node=min(world, 8))
-    base = job_from_text("[model]\nname = 'llama3'\nflavor = 'debugmodel'\n", name=row_id)
-    return resolve(base.with_values(row["config"]), cluster)
+    return next(row.settings for row in RANKS if row.id == row_id)
 
 
 def stage_at(settings: Settings, rank: int) -> StageMemory:
     return estimate_memory(settings).stages[rank * settings.dims.pp // settings.dims.world_size]
 
 
-@pytest.mark.parametrize(("row", "rank"), RANKS, ids=[f"{row['id']}-rank{rank}" for row, rank in RANKS])
-def test_every_rank_is_what_was_measured(row: dict[str, Any], rank: int) -> None:
-    measured = row["ranks"][str(rank)]
-    stage = stage_at(job(row["id"]), rank)
-    assert stage.active_bytes == pytest.approx(measured["active_bytes"], rel=TOLERANCE)
-    assert stage.reserved_bytes == pytest.approx(measured["reserved_bytes"], rel=RESERVED_TOLERANCE)
+@pytest.mark.parametrize("row", RANKS, ids=lambda row: f"{row.id}-rank{row.rank}")
+def test_every_rank_is_what_was_measured(row: DryRank) -> None:
+    stage = stage_at(row.settings, row.rank)
+    assert stage.active_bytes == pytest.approx(row.active_bytes, rel=TOLERANCE)
+    assert stage.reserved_bytes == pytest.approx(row.reserved_bytes, rel=RESERVED_TOLERANCE)
+
+
+def test_mean_errors() -> None:
+    stages = [stage_at(row.settings, row.rank) for row in RANKS]
+    active = [abs(s.active_bytes / row.active_bytes - 1) for s, row in zip(stages, RANKS, strict=True)]
+    reserved = [abs(s.reserved_bytes / row.reserved_bytes - 1) for s, row in zip(stages, RANKS, strict=True)]
+    assert statistics.mean(active) <= 0.002
+    assert statistics.mean(reserved) <= 0.02
+
+
+@pytest.mark.parametrize("row", RANKS, ids=lambda row: f"{row.id}-rank{row.rank}")
+def test_every_rank_lies_in_its_interval(row: DryRank) -> None:
+    estimate = estimate_memory(row.settings)
+    stage = stage_at(row.settings, row.rank)
+    below, above = relative_margins(row.settings, shapes_of(row.settings), stage.peak.name)
+    assert stage.active_bytes * (1 - below) <= row.active_bytes <= stage.active_bytes * (1 + above)
+    # what rejects is the worst stage's
+    assert row.active_bytes >= estimate.active_interval[0] or row.stage != estimate.worst_stage
+
+
+def test_pipeline_margins_are_twice_the_worst_residual() -> None:
+    pipelines = [row for row in RANKS if row.settings.dims.pp > 1]
+    errors = [abs(stage_at(r.settings, r.rank).active_bytes / r.active_bytes - 1) for r in pipelines]
+    assert 2 * max(errors) <= MEASURED_MARGIN + PIPELINE_MARGIN <= 2.1 * max(errors)
 
 
 def test_zero_bubbles_peak_where_traces_do() -> None:

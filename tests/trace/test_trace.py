@@ -104,6 +104,24 @@ def test_pipeline_ranks_hold_their_stages() -> None:
     assert held == pytest.approx(2 * PARAMETERS, rel=2e-3)
 
 
+def test_overlapped_forwards_leave_their_logits() -> None:
+    """torchtitan's overlap callback saves the last stage's outputs; torch's own schedule does not."""
+    pipeline = {
+        "training__local_batch_size": 8,
+        "training__dtype": "bfloat16",
+        "activation_checkpoint__mode": "full",
+        "parallelism__pipeline_parallel_degree": 2,
+        "parallelism__pipeline_parallel_schedule": "DualPipeV",
+    }
+    overlap = "parallelism__pipeline_parallel_expert_parallel_overlap"
+    kept, freed = (trace(2, **pipeline, **{overlap: value}) for value in (True, False))
+    assert kept.stages == freed.stages == (0, 3)
+    logits = 2 * SEQ * VOCAB
+    # six of the eight microbatches; they stay until the next step begins
+    assert kept.phases["optimizer"] - freed.phases["optimizer"] == 6 * logits
+    assert kept.active_bytes > freed.active_bytes
+
+
 def test_tensor_parallel_without_mixed_precision_keeps_scores() -> None:
     result = trace(2, parallelism__tensor_parallel_degree=2)
     check(result)

@@ -26,7 +26,10 @@ MEASURED_MARGIN: Final = 0.005
 """Traces of 52 H200 values (torch 2.11, no pipeline, peak elsewhere than in a compiled block's own
 backward) are at most 0.01 % off (reports/trace_accuracy.md); the rest is for other versions of torch."""
 PIPELINE_MARGIN: Final = 0.005
-"""More with a pipeline: four values, at most 0.33 % off."""
+"""More with a pipeline: real ones are at most 0.33 % off, dry runs 0.17 %, but for what follows."""
+COMPILED_STAGE_MARGIN: Final = 0.026
+"""More below where a compiled block's own backward is the peak of a pipeline rank: with the two above twice the 1.77 %
+that one dry run (Interleaved1F1B) is below its trace (reports/trace_layouts.md)."""
 COMPILED_BLOCK_MARGIN: Final = 0.01
 """More where a compiled block's own backward is the peak: three values, one 0.8 % above its trace."""
 ROUTING_MARGIN: Final = 0.1
@@ -148,6 +151,7 @@ def trace_margins(settings: Settings, peak: str) -> Margin:
         above += PIPELINE_MARGIN
     if settings.compile.model and peak == "backward":
         above += COMPILED_BLOCK_MARGIN
+        below += COMPILED_STAGE_MARGIN if settings.dims.pp > 1 else 0.0
     if settings.model.moe is not None:
         above += ROUTING_MARGIN
     return below, above

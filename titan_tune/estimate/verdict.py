@@ -25,13 +25,18 @@ MEASURED_RESIDUALS: tuple[Residual, ...] = (
     Residual("DDP", 1, 0.01),
     Residual("FSDP", 27, 0.92),
     Residual("FSDP, MoE", 8, 1.15),
-    Residual("HSDP", 2, 0.01),
+    Residual("HSDP", 3, 0.01),
     Residual("TP", 6, 0.02),
-    Residual("FSDP + TP", 5, 0.01),
-    Residual("CP", 3, 0.01),
-    Residual("PP", 4, 0.53),
+    Residual("FSDP + TP", 7, 0.01),
+    Residual("CP", 5, 0.01),
+    Residual("PP", 8, 1.05),
+    Residual("PP + FSDP", 5, 0.07),
+    Residual("PP + TP", 2, 0.67),
+    Residual("PP + CP", 2, 0.1),
+    Residual("PP, zero bubble", 6, 0.67),
 )
-"""Of the H200 runs (torch 2.11, torchtitan 0.2.2); a test recomputes them. Rows of a pipeline count its ranks."""
+"""Of the H200 runs and dry runs (torch 2.11, torchtitan 0.2.2), a job that ran both ways once; a test recomputes
+them. Rows of a pipeline count its ranks."""
 
 MEASURED_MARGIN = 0.005
 """Half-width where rows agree to 0.02 %: allocator rounding and versions of torch."""
@@ -50,8 +55,9 @@ ROWWISE_FULL_MARGIN = 0.02
 
 UNTRACED_MARGIN = 0.05
 """What neither a row nor a trace covers."""
-ZERO_BUBBLE_MARGIN = (0.15, 0.15)
-"""Split backwards: no row, traces from 7 % above to 12 % below (reports/formula_against_trace.md)."""
+PIPELINE_MARGIN = 0.016
+"""More with a pipeline: with ``MEASURED_MARGIN`` twice the largest residual of its 23 ranks, which is 1.04 %; 18 traced
+ranks are at most 1.12 % off. Neither FSDP nor TP nor CP beside it, nor a schedule, stands out."""
 
 Margin = tuple[float, float]
 
@@ -66,11 +72,12 @@ def relative_margins(settings: Settings, shapes: Shapes, peak: str) -> Margin:
         margin
         for applies, margin in (
             (shapes.path is ParamPath.AUTOCAST and dims.dp_replicate > 1, FEW_ROWS_MARGIN),
-            (is_pipeline, FEW_ROWS_MARGIN),
+            (is_pipeline, PIPELINE_MARGIN),
+            # rows and traces of two models, all with two pipeline ranks
+            (is_pipeline and settings.pipeline.schedule.lower() in ZERO_BUBBLE_SCHEDULES, FEW_ROWS_MARGIN),
             (dims.cp > 1, FEW_ROWS_MARGIN),
             (not compiled_recompute and peak.endswith("block_backward"), EAGER_BLOCK_MARGIN),
             (shapes.rowwise and mode is Recompute.FULL, ROWWISE_FULL_MARGIN),
-            (is_pipeline and (dims.tp > 1 or shapes.path is ParamPath.FSDP), 2 * FEW_ROWS_MARGIN),
             (mode is Recompute.BUDGET, 2 * FEW_ROWS_MARGIN),
             (shapes.math_attention, FEW_ROWS_MARGIN),
             (shapes.math_attention and mode in (Recompute.NONE, Recompute.EVERY), UNTRACED_MARGIN),
@@ -82,8 +89,6 @@ def relative_margins(settings: Settings, shapes: Shapes, peak: str) -> Margin:
     )
     if settings.model.attention != "sdpa":
         below, above = below + _masked_margin(shapes), above + _masked_margin(shapes)
-    if is_pipeline and settings.pipeline.schedule.lower() in ZERO_BUBBLE_SCHEDULES:
-        below, above = below + ZERO_BUBBLE_MARGIN[0], above + ZERO_BUBBLE_MARGIN[1]
     if shapes.moe is not None:
         experts = _experts_margin(shapes, dims)
         below, above = below + experts, above + experts + (ROUTING_MARGIN if dims.ep > 1 else 0.0)

@@ -46,8 +46,6 @@ class Session:
         self.num_layers: int = args.n_layers
         if self.dims.pp_enabled:
             pipeline.install(self.config, self.dims, args)
-            # the callback runs a forward in a second thread, out of reach of fake and dispatch modes
-            self.config.parallelism.pipeline_parallel_expert_parallel_overlap = False
         self.stages: tuple[int, ...] = (0,)
         self.torch_version: str = torch.__version__
 
