@@ -16,7 +16,7 @@ import pytest
 from titan_tune.study.open import open_study
 from titan_tune.study.records import Role
 
-pytestmark = [pytest.mark.torchtitan, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.torchtitan, pytest.mark.timeout(1200)]
 
 SPACE = """
 # a comment of the user's own
