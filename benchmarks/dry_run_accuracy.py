@@ -147,11 +147,12 @@ def report(dry: list[Dry], real: dict[str, Real]) -> str:
         "",
         "### Throughput",
         "",
-        "tokens/s per GPU. **These pairs are not of one machine**: the real runs were made on other hosts on other"
-        " days, and the dry runs shared their host with other work. On the hosts of 2026-11-30 real one-GPU runs of"
-        " the 1B model, too, were 11 % slower than the rows of 2026-11-29 (49,672 against 55,938 tokens/s), while the"
-        " 8B model's compute was within 1.3 %. What the table shows is therefore the model's error and the hosts'"
-        " difference together; pairs measured side by side are still to be made.",
+        "tokens/s per GPU. **These pairs are not of one machine**: the real runs were made on other hosts, those"
+        " with CP or Interleaved1F1B on the same day and the others earlier, and the dry runs shared their host with"
+        " other work. Compute alone is below the real rate in every 1B row, which cannot be right: the dry runs"
+        " themselves ran slowly. Whether the host or the simulation made them slow is open; the 8B model's compute was"
+        " within 1.3 % of an earlier dry run of it. The table shows the model's error and the hosts' difference"
+        " together; pairs measured side by side are still to be made.",
         "",
         "| job | real | compute alone | predicted | | communication ms | bubble ms |",
         "|---|---|---|---|---|---|---|",

@@ -23,6 +23,7 @@ from titan_tune.probe.launch import (
 )
 from titan_tune.probe.preload.launcher import PreloadedLauncher
 from titan_tune.probe.record import write_outcome, write_whole
+from titan_tune.probe.toml import check_steps
 from titan_tune.probe.watch import Watch
 
 FINISH_SECONDS: Final = 30.0
@@ -77,11 +78,7 @@ class LocalRunner:
             )
         if spec.device != self.device:
             raise InputError(f"device={spec.device!r}: this runner has {self.device!r}")
-        if spec.settings.warmup_steps >= spec.settings.steps:
-            raise InputError(
-                f"[probe] warmup_steps={spec.settings.warmup_steps} leaves nothing to measure "
-                f"of steps={spec.settings.steps}"
-            )
+        check_steps(spec.settings)
         self._probes = [probe for probe in self._probes if probe.poll() is None]
         preloaded = (self.launcher or spec.settings.launcher) == "preloaded"
         probe = LocalProbe(spec, self.command, self.grace_seconds, self._preloaded if preloaded else None)

@@ -71,6 +71,11 @@ def _check(job_values: Mapping[str, Value], settings: ProbeSettings, device: str
         )
     if device not in ("cuda", "cpu"):
         raise InputError(f"device={device!r} is not one of cuda, cpu")
+    check_steps(settings)
+
+
+def check_steps(settings: ProbeSettings) -> None:
+    """Raise InputError where a probe would measure no step."""
     if settings.warmup_steps >= settings.steps:
         raise InputError(
             f"[probe] warmup_steps={settings.warmup_steps} leaves nothing to measure of steps={settings.steps}; "

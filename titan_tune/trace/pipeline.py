@@ -11,17 +11,9 @@ from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
-
-def hidden_state(config: Any, dims: ParallelDims, width: int) -> torch.Tensor:
-    """What one stage sends the next for one microbatch: (microbatch, local sequence, width), on meta."""
-    training, rows = config.training, config.parallelism.pipeline_parallel_microbatch_size
-    # FSDP computes in its own dtype; without it a pipeline has no mixed precision (torchtitan 0.2.2)
-    dtype = training.mixed_precision_param if dims.fsdp_enabled else training.dtype
-    sequence = training.seq_len // dims.cp // dims.tp
-    return torch.empty(rows, sequence, width, dtype=TORCH_DTYPE_MAP[dtype], device="meta")
+from titan_tune.titan.plugin.dry_run_stages import hidden_state
 
 
 def stage_class(config: Any, dims: ParallelDims, model_args: Any) -> type:

@@ -26,6 +26,7 @@ from titan_tune.probe.slurm.patience import Patience
 from titan_tune.probe.slurm.probe import JobProbe
 from titan_tune.probe.slurm.settings import SlurmSettings
 from titan_tune.probe.slurm.steps import Allocation, AllocationSteps
+from titan_tune.probe.toml import check_steps
 
 POLL_SECONDS: Final = 3.0
 """Between two ``squeue`` of a search, for all its jobs. What ranks write is seen without it."""
@@ -58,11 +59,7 @@ class _JobRunner:
 
         Raises InputError where the spec leaves no measured step.
         """
-        if spec.settings.warmup_steps >= spec.settings.steps:
-            raise InputError(
-                f"[probe] warmup_steps={spec.settings.warmup_steps} leaves nothing to measure "
-                f"of steps={spec.settings.steps}"
-            )
+        check_steps(spec.settings)
         return self._probe(spec)
 
     def close(self) -> None:
