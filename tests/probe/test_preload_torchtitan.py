@@ -1,6 +1,7 @@
 """What a preloaded probe must have in common with one that torchrun starts: everything."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from test_local_torchtitan import probe_of
 from titan_tune.domain.probe import ProbeStatus
 from titan_tune.probe import files
 from titan_tune.probe.local import LocalRunner
-from titan_tune.probe.preload.launcher import LATE_PREFIXES, LATE_VARIABLES
+from titan_tune.probe.preload.launcher import LATE_PREFIXES, LATE_VARIABLES, import_environment
 from titan_tune.probe.preload.ranks import rank_environment
 
 pytestmark = [pytest.mark.torchtitan, pytest.mark.timeout(1200)]
@@ -122,7 +123,11 @@ print("CUDA", imports.cuda_is_initialised())
 
 
 def test_nothing_reads_at_import_what_a_rank_is_told_later():
-    result = subprocess.run([sys.executable, "-c", SPY], capture_output=True, text=True, cwd=ROOT, check=True)
+    # the environment a zygote gets: copies of it read every name, and CI tells the tests a TITAN_TUNE_ of its own
+    environment = import_environment(os.environ)
+    result = subprocess.run(
+        [sys.executable, "-c", SPY], capture_output=True, text=True, cwd=ROOT, env=environment, check=True
+    )
     said = {name: words for name, *words in map(str.split, result.stdout.splitlines()) if name.isupper()}
     assert len(said["READ"]) > 100  # the spy works
     assert "PYTORCH_NVML_BASED_CUDA_CHECK" in said["READ"]
