@@ -2,8 +2,9 @@
 
     python benchmarks/dry_run_accuracy.py
 
-Reads tests/data/h200_dry_runs.jsonl (one rank of N on one H200) and the real two-GPU rows
-(tests/data/h200_measured.jsonl, tests/data/tables/llama3_1b_two_gpus.jsonl); predicts anew from the raw step
+Reads tests/data/h200_dry_runs.jsonl (one rank of N on one H200) and the real two-GPU rows: those made beside the
+dry runs (benchmarks/dry_run_pairs.py, in the same row) and earlier ones (tests/data/h200_measured.jsonl,
+tests/data/tables/llama3_1b_two_gpus.jsonl). Predicts anew from the raw step
 times and collectives, so that the report follows the model. ``--print`` writes to the terminal instead.
 """
 
@@ -40,6 +41,8 @@ class Real:
     active_gib: tuple[float, ...]
     reserved_gib: tuple[float, ...]
     tokens_per_second: float
+    beside: bool = False
+    """On the machine of the dry run, right before it."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +127,19 @@ def real_runs() -> dict[str, Real]:
     return found
 
 
+def real_of(row: dict[str, Any], others: dict[str, Real]) -> Real | None:
+    """The real run of a dry run's row: the one beside it, or one of ``others``."""
+    own = row.get("real_run", {})
+    if "active_bytes" in own:
+        active, reserved = (tuple(b / GIB for b in own[f"{kind}_bytes"]) for kind in ("active", "reserved"))
+        return Real(active, reserved, own["tokens_per_second_per_gpu"], beside=True)
+    return others.get(row.get("real"))
+
+
 def report(dry: list[Dry], real: dict[str, Real]) -> str:
     """The whole page."""
-    pairs = [(d, real[d.row["real"]]) for d in dry if d.row.get("real") in real]
-    active, reserved, speed = zip(*(errors(d, r) for d, r in pairs), strict=True)
+    pairs = [(d, r) for d in dry if (r := real_of(d.row, real)) is not None]
+    active, reserved, _ = zip(*(errors(d, r) for d, r in pairs), strict=True)
     flat_active = [e for es in active for e in es]
     flat_reserved = [e for es in reserved for e in es]
     out = [
@@ -147,17 +159,21 @@ def report(dry: list[Dry], real: dict[str, Real]) -> str:
         "",
         "### Throughput",
         "",
-        "tokens/s per GPU. **These pairs are not of one machine**: the real runs were made on other hosts, those"
-        " with CP or Interleaved1F1B on the same day and the others earlier, and the dry runs shared their host with"
-        " other work. Compute alone is below the real rate in every 1B row, which cannot be right: the dry runs"
-        " themselves ran slowly. Whether the host or the simulation made them slow is open; the 8B model's compute was"
-        " within 1.3 % of an earlier dry run of it. The table shows the model's error and the hosts' difference"
-        " together; pairs measured side by side are still to be made.",
-        "",
-        "| job | real | compute alone | predicted | | communication ms | bubble ms |",
-        "|---|---|---|---|---|---|---|",
-        *(speed_line(d, r, e) for (d, r), e in zip(pairs, speed, strict=True)),
-        "",
+        *speed_table(
+            [(d, r) for d, r in pairs if r.beside],
+            "tokens/s per GPU. Real and dry run one after the other on one machine, nothing else on it.",
+        ),
+        *speed_table(
+            [(d, r) for d, r in pairs if not r.beside],
+            "tokens/s per GPU. **These pairs are not of one machine**: the real runs were made on other hosts, those"
+            " with CP or Interleaved1F1B on the same day and the others earlier, and the dry runs shared their host"
+            " with other work. Compute alone is below the real rate in every 1B row, which cannot be right: the dry"
+            " runs themselves ran slowly. Whether the host or the simulation made them slow is open; the 8B model's"
+            " compute was within 1.3 % of an earlier dry run of it, and the share of communication that counts was"
+            " taken from it. A simulated rank had every core's OpenMP threads, a real one has one; it has one now,"
+            " and these rows were not measured again. The table shows the model's error and the hosts' difference"
+            " together.",
+        ),
         *large(dry),
         "## Cost",
         "",
@@ -195,6 +211,19 @@ def memory_lines(dry: Dry, real: Real) -> Iterator[str]:
             f"| {dry.layout} | {run.rank} | {b:.3f} | {a:.3f} | {percent(a, b):+.2f} %"
             f" | {e:.3f} | {c:.3f} | {percent(c, e):+.2f} % |"
         )
+
+
+def speed_table(pairs: list[tuple[Dry, Real]], text: str) -> Iterator[str]:
+    """``text`` and a line a pair; nothing without pairs."""
+    if not pairs:
+        return
+    yield text
+    yield ""
+    yield "| job | real | compute alone | predicted | | communication ms | bubble ms |"
+    yield "|---|---|---|---|---|---|---|"
+    for dry, real in pairs:
+        yield speed_line(dry, real, errors(dry, real)[2])
+    yield ""
 
 
 def speed_line(dry: Dry, real: Real, error: float) -> str:
@@ -252,6 +281,7 @@ def describe(config: dict[str, Any]) -> str:
     others = degrees["DDP"] * degrees["TP"] * degrees["CP"] * degrees["PP"]
     if degrees["FSDP"] == -1 and others == 1:
         degrees["FSDP"] = 2
+    degrees["EP"] = config.get(p + "expert_parallel_degree", 1)
     layout = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
     if degrees["PP"] > 1:
         layout += f" {config.get(p + 'pipeline_parallel_schedule', '1F1B')}"

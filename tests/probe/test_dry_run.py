@@ -274,7 +274,8 @@ def test_a_spec_for_other_ranks_is_refused(dry_runner, tmp_path):
         dry_runner({}).start(spec_of(tmp_path, 8, data_parallel_shard_degree=4))
 
 
-def test_the_file_of_a_rank_differs_in_what_a_dry_run_needs(tmp_path):
+def test_the_file_of_a_rank_differs_in_what_a_dry_run_needs(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     spec = spec_of(tmp_path, 8, **FSDP8)
     job, settings = job_from_text(spec.toml, name="job"), settings_of(8, **FSDP8)
     one = rank_spec(spec, job, settings, 0, "cuda")
@@ -282,7 +283,11 @@ def test_the_file_of_a_rank_differs_in_what_a_dry_run_needs(tmp_path):
     written = job_from_text(one.toml, name="rank").values
     changed = {key for key in written if written[key] != job.values.get(key)}
     assert changed == {"comm.mode", "training.steps", "job.dump_folder"}
-    assert dict(one.environment) == {"TITAN_TUNE_DRY_RUN_RANK": "0", "NGPU": "8"}
+    # a rank of several on a node has one thread, as torchrun gives it
+    told = {"TITAN_TUNE_DRY_RUN_RANK": "0", "NGPU": "8"}
+    assert dict(one.environment) == {**told, "OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert dict(rank_spec(spec, job, settings, 0, "cuda").environment) == told
     assert dry_run_settings(spec.settings, "cpu").steps == 2
 
 

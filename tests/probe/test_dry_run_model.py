@@ -12,6 +12,7 @@ from titan_tune.estimate.collectives import Cause, CollectiveRecord, Op, collect
 from titan_tune.estimate.interconnect import interconnect_of
 from titan_tune.probe.dry_run_model import (
     DATA_PARALLEL_INTERVAL,
+    EXPOSURE,
     MODEL_PARALLEL_INTERVAL,
     OTHER_GPU_INTERVAL,
     Chunk,
@@ -115,7 +116,11 @@ def test_tp_is_waited_for_and_fsdp_less():
     busy_tp = 100 * collective_seconds(Op.ALL_GATHER, 1e8, 8, links)
     busy_fsdp = 10 * collective_seconds(Op.ALL_GATHER, 1e8, 2, links, stride=8)
     assert with_tp.communication_seconds >= busy_tp
-    assert 0 < with_fsdp.communication_seconds / busy_fsdp < with_tp.communication_seconds / busy_tp
+    assert with_fsdp.communication_seconds == pytest.approx(EXPOSURE.overlapped * busy_fsdp)
+    assert EXPOSURE.overlapped < 1 <= with_tp.communication_seconds / busy_tp
+    # but what computing is too short to hide is waited for
+    hurried = predict(settings, [run_of(busy_fsdp / 10, collectives=[fsdp])], links)
+    assert hurried.communication_seconds == pytest.approx(0.9 * busy_fsdp)
     assert with_tp.relative_interval == MODEL_PARALLEL_INTERVAL
     only_fsdp = settings_of(8, data_parallel_shard_degree=8)
     assert predict(only_fsdp, [run_of()], links).relative_interval == DATA_PARALLEL_INTERVAL

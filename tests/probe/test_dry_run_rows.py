@@ -33,9 +33,15 @@ def real_peaks():
 def pairs():
     real = real_peaks()
     for row in rows("h200_dry_runs.jsonl"):
-        for rank, dry in row["ranks"].items():
-            if row["real"] in real:
-                yield pytest.param(row, dry, *real[row["real"]][int(rank)], id=f"{row['id']}-rank{rank}")
+        own = row.get("real_run", {})
+        peaks = [
+            (active / GIB, reserved / GIB)
+            for active, reserved in zip(
+                own.get("active_bytes", []), own.get("reserved_bytes", []), strict=True
+            )
+        ] or real.get(row.get("real"), [])
+        for rank, dry in row["ranks"].items() if peaks else []:
+            yield pytest.param(row, dry, *peaks[int(rank)], id=f"{row['id']}-rank{rank}")
 
 
 PAIRS = list(pairs())

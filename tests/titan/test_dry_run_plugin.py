@@ -106,6 +106,31 @@ print(json.dumps({
     assert (found["message"], found["version"]) == ([0, 0], 0)
 
 
+def test_messages_are_marked_as_used_by_a_stream_behind_the_one_that_computes():
+    found = printed(
+        """
+import json
+from titan_tune.titan.plugin.dry_run_answers import _Messages
+class Stream:
+    def wait_stream(self, other):
+        said.append(["wait for", other])
+class Tensor:
+    def is_floating_point(self):
+        return False
+    def record_stream(self, stream):
+        said.append(["mark", stream is messages._stream])
+said = []
+torch.cuda.current_stream = lambda: "compute"
+messages = _Messages(Stream())
+messages.send([Tensor()])
+messages.receive([Tensor(), Tensor()])
+print(json.dumps(said))
+"""
+    )
+    wait, mark = ["wait for", "compute"], ["mark", True]
+    assert found == [wait, mark, wait, mark, mark]
+
+
 def test_ddp_finds_its_gradients_in_the_future():
     found = printed(
         """

@@ -49,6 +49,7 @@ ENOUGH_SECONDS: Final = 60.0
 CPU_STEPS: Final = 2
 
 RANK_DIRECTORY: Final = "rank{}"
+OPENMP_THREADS: Final = "OMP_NUM_THREADS"
 
 
 class DryRunner:
@@ -160,8 +161,17 @@ def rank_spec(spec: ProbeSpec, job: Job, settings: Settings, rank: int, device: 
             *spec.environment,
             (DRY_RUN_RANK, str(rank)),
             ("NGPU", str(spec.world_size)),
+            *_threads(spec, device),
         ),
     )
+
+
+def _threads(spec: ProbeSpec, device: str) -> tuple[tuple[str, str], ...]:
+    """torchrun gives a process one OpenMP thread where it starts several on a node, unless told otherwise: the
+    ranks of the job would have one, so the one that runs alone has no more."""
+    if spec.nproc_per_node == 1 or (device == "cuda" and OPENMP_THREADS in os.environ):
+        return ()
+    return ((OPENMP_THREADS, "1"),)
 
 
 def dry_run_settings(settings: ProbeSettings, device: str) -> ProbeSettings:

@@ -28,14 +28,15 @@ class Answers:
     def __init__(self, device_type: str, *, partial_sums: Collection[str], futures: bool) -> None:
         """``partial_sums``: names of groups whose reduce-scatters add activations up (tensor parallelism).
         ``futures``: all-reduces return their tensors in a future, as DDP's reducer needs them."""
-        reducing, received = _ReduceScatter(frozenset(partial_sums)), _Received()
+        reducing, messages = _ReduceScatter(frozenset(partial_sums)), _Messages(_message_stream(device_type))
         kernels: dict[str, Callable[..., Any]] = {
             "_reduce_scatter_base_": reducing.base,
             "reduce_scatter_": reducing.lists,
             "reduce_scatter_tensor_coalesced_": reducing.coalesced,
             "alltoall_base_": _all_to_all_base,
             "alltoall_": _all_to_all,
-            "recv_": received.receive,
+            "send": messages.send,
+            "recv_": messages.receive,
         }
         if futures:
             kernels["allreduce_"] = _all_reduce_with_future
@@ -128,11 +129,26 @@ def _all_reduce_with_future(tensors: Sequence[torch.Tensor], *_: Any) -> tuple[A
     return tensors, work.boxed()
 
 
-class _Received:
-    """Fills receive buffers with small random numbers, each buffer once: stages keep theirs."""
+def _message_stream(device_type: str) -> Any:
+    return torch.cuda.Stream() if device_type == "cuda" else None
 
-    def __init__(self) -> None:
+
+class _Messages:
+    """Sends go nowhere; receive buffers are filled with small random numbers, each once: stages keep theirs.
+
+    NCCL marks the memory of both as used by a stream of its own, which waits for the one that computes
+    (``ProcessGroupNCCL::pointToPoint``). What is freed meanwhile is given out again only when the device has
+    got that far, and the host is ahead of it: a pipeline holds more hidden states than its schedule says.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        """``stream``: where messages would travel; ``None`` on a processor."""
+        self._stream = stream
         self._generators: dict[torch.device, torch.Generator] = {}
+
+    def send(self, tensors: Sequence[torch.Tensor], *_: Any) -> Any:
+        self._in_flight(tensors)
+        return _done()
 
     def receive(self, tensors: Sequence[torch.Tensor], *_: Any) -> Any:
         for tensor in tensors:
@@ -142,7 +158,15 @@ class _Received:
                 # .data: a message that comes in does not count as a change of the tensor either
                 tensor.data.normal_(0.0, std, generator=self._generator(tensor.device))
                 tensor._titan_tune_filled = True
+        self._in_flight(tensors)
         return _done()
+
+    def _in_flight(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._stream is None:
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         """One per device, away from the random numbers of the job."""
