@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.report.studies import AXES, BASE, CPU, choices, full_study, info, record, report
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.domain.probe import ProbeStatus
-from titan_tune.report import words
+from titan_tune.report import notes, words
 from titan_tune.report.analysis import only_difference
 from titan_tune.report.answer import break_even_hours
 from titan_tune.report.charts import Scale
@@ -129,7 +129,7 @@ def test_resident_set_sizes_are_not_compared_with_the_formula():
     data = report(study, [rss])
     assert data.memory.points == () and data.worker == "process"
     assert "CPU processes" in words.error_sentence(data, memory=True)
-    assert words.CPU_NOTE in words.limits(data)
+    assert notes.CPU_NOTE in notes.limits(data)
     assert "2 processes" in words.price_sentence(data)
 
 
@@ -197,9 +197,9 @@ def test_a_study_from_before_examples_were_kept_still_reports():
 def test_spread_of_repeated_runs_is_reported():
     data = report(*full_study())
     assert len(data.repeated) == 3
-    assert any(text.startswith("Repeatability: 3 configurations") for text in words.limits(data))
+    assert any(text.startswith("Repeatability: 3 configurations") for text in notes.limits(data))
     alone = report(info(), [record(0, BASE, 1.0)])
-    assert words.limits(alone)[0].startswith("Repeatability is not known")
+    assert notes.limits(alone)[0].startswith("Repeatability is not known")
 
 
 def test_losses_that_are_not_finite_are_left_out():

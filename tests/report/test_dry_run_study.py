@@ -26,7 +26,7 @@ from titan_tune.cli.report import report_json
 from titan_tune.cli.search import is_predicted, result_data
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.domain.probe import Origin, ProbeOutcome, ProbeStatus
-from titan_tune.report import words
+from titan_tune.report import notes, words
 from titan_tune.report.dry_runs import what_it_is
 from titan_tune.report.html import render_html
 from titan_tune.report.markdown import render_markdown
@@ -103,8 +103,8 @@ def test_the_answer_says_what_a_dry_run_is_and_what_it_assumes():
     assert "pipeline bubble from its schedule" in page and "llama3\\_8b.toml for" in page.replace(
         "3_8", "3\\_8"
     )
-    assert not any("95 %" in line or "loss of its few" in line for line in words.limits(data))
-    assert any("No run on all 256 GPUs confirms" in line for line in words.limits(data))
+    assert not any("95 %" in line or "loss of its few" in line for line in notes.limits(data))
+    assert any("No run on all 256 GPUs confirms" in line for line in notes.limits(data))
 
 
 def test_assumptions_follow_the_dry_runs():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titan_tune.domain.probe import Origin
-from titan_tune.report import charts, sources, words
+from titan_tune.report import charts, notes, sources, words
 from titan_tune.report.answer import Answer
 from titan_tune.report.blocks import facts, head, source, table, tile
 from titan_tune.report.data import ReportData
@@ -32,7 +32,7 @@ def render_html(data: ReportData) -> str:
         ("failed", "What failed", _failed(data)),
         *([("time", "Where the time went", _phases(data))] if data.phases else []),
         ("method", titles["method"], _method(data)),
-        ("limits", "Limits", [el("ul", *(el("li", text) for text in words.limits(data)))]),
+        ("limits", "Limits", [el("ul", *(el("li", text) for text in notes.limits(data)))]),
     ]
     nav = el("nav", *(el("a", title, href=f"#{name}") for name, title, _ in sections), aria_label="Contents")
     place = f"{sources.preposition(data)} {data.method.hardware}"
@@ -266,15 +266,15 @@ def _failures(data: ReportData) -> Markup:
 def _trend(data: ReportData) -> list[str]:
     if not data.trend.rows:
         return [el("p", sources.no_configuration(data))]
-    blocks: list[str] = [el("p", words.trend_intro(data), " ", _sources(data))]
+    blocks: list[str] = [el("p", notes.trend_intro(data), " ", _sources(data))]
     if data.trend.best:
         rows = [
             (check.name, str(check.grade), el("td", check.text, class_="wide")) for check in data.trend.best
         ]
         note = "note" if data.trend.best_problems else None
-        blocks += [el("p", words.trend_sentence(data), class_=note), table(words.TREND_NAMES, rows)]
+        blocks += [el("p", notes.trend_sentence(data), class_=note), table(notes.TREND_NAMES, rows)]
     blocks += [el("h3", sources.titles(data)["trend"]), *common(data)]
-    blocks.append(table(words.trend_names(data), words.trend_rows(data)))
+    blocks.append(table(notes.trend_names(data), notes.trend_rows(data)))
     found = [f"#{row.number}: {problem}" for row in data.trend.rows for problem in row.problems]
     return [*blocks, el("ul", *(el("li", line) for line in found))] if found else blocks
 
@@ -282,12 +282,12 @@ def _trend(data: ReportData) -> list[str]:
 def _phases(data: ReportData) -> list[str]:
     return [
         el("p", f"Wall time of the {sources.noun(data)}s. ", source("measured")),
-        table(words.PHASE_NAMES, words.phase_rows(data)),
+        table(notes.PHASE_NAMES, notes.phase_rows(data)),
     ]
 
 
 def _method(data: ReportData) -> list[str]:
-    blocks: list[str] = [facts(words.method_rows(data))]
+    blocks: list[str] = [facts(notes.method_rows(data))]
     if data.axes:
         rows = [(_axis_name(axis), el("td", ", ".join(axis.labels), class_="wide")) for axis in data.axes]
         blocks += [el("h3", "Axes that were searched"), table(("axis", "values"), rows)]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import titan_tune
 from titan_tune.domain.probe import Origin
-from titan_tune.report import sources, words
+from titan_tune.report import notes, sources, words
 from titan_tune.report.data import ReportData
 from titan_tune.report.markup import clean
 from titan_tune.report.rows import TrialRow
@@ -36,7 +36,7 @@ def render_markdown(data: ReportData) -> str:
         ("What failed", _failed(data)),
         *([("Where the time went", _phases(data))] if data.phases else []),
         (titles["method"], _method(data)),
-        ("Limits", [bullets(words.limits(data))]),
+        ("Limits", [bullets(notes.limits(data))]),
     ]
     method = data.method
     blocks = [
@@ -204,14 +204,14 @@ def _failed(data: ReportData) -> list[str]:
 def _trend(data: ReportData) -> list[str]:
     if not data.trend.rows:
         return [sources.no_configuration(data)]
-    parts = [words.trend_intro(data)]
+    parts = [notes.trend_intro(data)]
     if data.trend.best:
         rows = [(check.name, str(check.grade), check.text) for check in data.trend.best]
-        parts += [text(words.trend_sentence(data)), table(words.TREND_NAMES, rows)]
+        parts += [text(notes.trend_sentence(data)), table(notes.TREND_NAMES, rows)]
     parts += [
         f"### {sources.titles(data)['trend']}",
         *_common(data),
-        table(words.trend_names(data), words.trend_rows(data)),
+        table(notes.trend_names(data), notes.trend_rows(data)),
     ]
     found = [f"#{row.number}: {problem}" for row in data.trend.rows for problem in row.problems]
     return [*parts, bullets(found)] if found else parts
@@ -220,12 +220,12 @@ def _trend(data: ReportData) -> list[str]:
 def _phases(data: ReportData) -> list[str]:
     return [
         f"Wall time of the {sources.noun(data)}s, measured.",
-        table(words.PHASE_NAMES, words.phase_rows(data)),
+        table(notes.PHASE_NAMES, notes.phase_rows(data)),
     ]
 
 
 def _method(data: ReportData) -> list[str]:
-    parts = [table(("", ""), words.method_rows(data))]
+    parts = [table(("", ""), notes.method_rows(data))]
     if data.axes:
         rows = [
             (a.name, ", ".join(a.labels), "changes numerics" if a.changes_numerics else "") for a in data.axes
