@@ -194,7 +194,7 @@ def test_a_gpu_that_no_node_lists_gets_the_slowest() -> None:
 
 def test_a_named_network_replaces_the_usual_one() -> None:
     cluster = ClusterSpec(gpu=gpu_spec("h200"), num_nodes=2, gpus_per_node=8)
-    net = interconnect_of(cluster, inter="efa-p5")
+    net = interconnect_of(cluster.model_copy(update={"interconnect": "efa-p5"}))
     assert net.inter.rate == link("efa-p5").rate
     assert net.intra == interconnect_of(cluster).intra
     assert "efa-p5" in net.name
@@ -203,7 +203,7 @@ def test_a_named_network_replaces_the_usual_one() -> None:
 @pytest.mark.parametrize(("name", "said"), [("efa-p6", "did you mean efa-p5"), ("nvlink4", "inside a node")])
 def test_a_wrong_network_is_explained(name: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        interconnect_of(ClusterSpec(gpu=gpu_spec("h200")), inter=name)
+        interconnect_of(ClusterSpec(gpu=gpu_spec("h200"), interconnect=name))
 
 
 def test_every_link_names_its_source() -> None:

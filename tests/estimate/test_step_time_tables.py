@@ -66,14 +66,14 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_a_table_is_ordered_as_measured(path: Path) -> None:
     assert len(table(path)) >= 25
-    assert rank_correlation(table(path)) >= 0.95
+    assert rank_correlation(table(path)) >= 0.97
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_a_tables_ratios_are_as_measured(path: Path) -> None:
     errors = [math.log(predicted / measured) for predicted, measured in table(path)]
     middle = statistics.median(errors)
-    assert statistics.median(abs(error - middle) for error in errors) <= 0.045
+    assert statistics.median(abs(error - middle) for error in errors) <= 0.03
 
 
 @pytest.mark.parametrize("flavor", ["1B", "3B"])
@@ -194,6 +194,26 @@ def test_large_job_issues_what_a_dry_run_counted() -> None:
     gathers, size = found[Cause.FSDP, Op.ALL_GATHER]
     assert gathers == 162
     assert size == pytest.approx(33_396, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("ac", "compiled", "eager"),
+    [
+        (NONE, (4, 4), (4, 4)),
+        (OP, (6, 4), (6, 4)),
+        (ActivationCheckpointing(AcMode.FULL), (6, 5), (6, 6)),
+        (ActivationCheckpointing(AcMode.SELECTIVE, every=2), (5, 4.5), (5, 5)),
+    ],
+)
+def test_recomputed_collectives_of_tensor_parallelism(
+    ac: ActivationCheckpointing, compiled: tuple[float, float], eager: tuple[float, float]
+) -> None:
+    """Gathers and scatters a block; two of each at the ends of the model."""
+    for compilation, (gathers, scatters) in ((JOB.compile, compiled), (Compilation(), eager)):
+        job = replace(JOB, dims=ParallelDims(tp=2), ac=ac, compile=compilation)
+        found = counted(job, Work(16, True), 1)
+        assert found[Cause.TP, Op.ALL_GATHER][0] == 16 * gathers + 2
+        assert found[Cause.TP, Op.REDUCE_SCATTER][0] == 16 * scatters + 2
 
 
 def test_pipeline_rank_issues_what_a_dry_run_counted() -> None:

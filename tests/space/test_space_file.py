@@ -9,7 +9,9 @@ import pytest
 from titan_tune.catalog.loader import gpu_spec
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.errors import InputError
+from titan_tune.estimate import estimate_step_time
 from titan_tune.space.file import is_space_file, load_space
+from titan_tune.titan.settings import settings_from
 
 SPACES = Path(__file__).parents[2] / "search_spaces"
 BASE = '[base.model]\nname = "llama3"\nflavor = "8B"\n[base.training]\nlocal_batch_size = 2\n'
@@ -143,6 +145,21 @@ def test_budget_and_probe(tmp_path: Path) -> None:
     assert (changed.budget.max_probes, changed.budget.max_gpu_hours) == (3, 2.0)
 
 
+def test_a_named_interconnect_reaches_the_prediction(tmp_path: Path) -> None:
+    two_nodes = CLUSTER + "num_nodes = 2\n"
+    usual = load(tmp_path, 'compile = ["off"]', rest=two_nodes)
+    slow = load(tmp_path, 'compile = ["off"]', rest=two_nodes + 'interconnect = "ethernet-100"\n')
+    assert slow.cluster.interconnect == "ethernet-100"
+    seconds = [
+        estimate_step_time(settings_from(space.base.resolved(), space.base.model, space.cluster)).components[
+            "communication"
+        ]
+        for space in (usual, slow)
+    ]
+    assert seconds[1] > 2 * seconds[0] > 0
+    assert "interconnect" not in slow.cluster.model_dump()
+
+
 def test_cluster_from_file_flags_and_machine(tmp_path: Path) -> None:
     axes = 'compile = ["off"]'
     assert load(tmp_path, axes).cluster == ClusterSpec(gpu=gpu_spec("h200"), gpus_per_node=4)
@@ -202,6 +219,9 @@ def test_base_by_path_and_overrides(tmp_path: Path) -> None:
         ('compile = ["off"]', '[cluster]\ngpu = "h20000"', "cluster.gpu: "),
         ('compile = ["off"]', "[cluster]\nnodes = 2", "did you mean num_nodes?"),
         ('compile = ["off"]', "[cluster]\nnum_nodes = true", "cluster.num_nodes = True"),
+        ('compile = ["off"]', CLUSTER + "interconnect = 400", "cluster.interconnect = 400: must be"),
+        ('compile = ["off"]', CLUSTER + 'interconnect = "efa-p6"', "cluster.interconnect: unknown link"),
+        ('compile = ["off"]', CLUSTER + 'interconnect = "nvlink4"', "links between nodes: ib-ndr"),
     ],
 )
 def test_one_line_for_what_is_wrong(tmp_path: Path, axes: str, rest: str, said: str) -> None:

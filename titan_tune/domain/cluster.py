@@ -34,6 +34,9 @@ class ClusterSpec(FrozenModel):
     gpu: GpuSpec
     num_nodes: PositiveInt = 1
     gpus_per_node: PositiveInt = 1
+    interconnect: str | None = Field(default=None, exclude=True)
+    """Link between nodes, by catalogue name; ``None`` for the usual one of this GPU's nodes. Predictions depend on it
+    only, as on ``rates``."""
     rates: MeasuredRates | None = Field(default=None, exclude=True)
     """What ``calibrate`` measured of this GPU. Predictions depend on it, measurements do not: it is no part of what
     a study records."""

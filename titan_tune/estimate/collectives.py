@@ -13,9 +13,10 @@ Records come from a dry run, which counts what one rank issues, or from the form
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -59,9 +60,10 @@ OVERLAPPED: Final = frozenset({Cause.FSDP, Cause.HSDP, Cause.DDP})
 """They run beside compute on streams of their own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class CollectiveRecord:
-    """Equal collectives of one rank in one optimizer step."""
+    """Equal collectives of one rank in one optimizer step. Not frozen, only because the formula makes several a
+    candidate and a frozen one takes six times as long to make."""
 
     op: Op
     count: int
@@ -100,9 +102,18 @@ class Link:
         return self.by_op.get(Op.SEND if op is Op.RECV else op, self.rate) if self.by_op else self.rate
 
 
-@dataclass(frozen=True, slots=True)
+class Pace(NamedTuple):
+    """How long one operation takes on one group, whatever it moves."""
+
+    seconds: float
+    """Of an empty collective."""
+    bytes_per_second: float
+    """Of what each rank sends (:func:`bus_bytes`)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Interconnect:
-    """Links of a cluster of equal nodes."""
+    """Links of a cluster of equal nodes. Compared by identity: what is computed from one is kept for it."""
 
     name: str
     gpus_per_node: int
@@ -142,11 +153,11 @@ class Exposure(NamedTuple):
     bytes, but NCCL's kernels slow the compute beside them, and the two about cancel. Rates are the catalogue's.
     """
 
-    overlapped: float = 1.1
+    overlapped: float = 1.04
     """FSDP, HSDP, DDP."""
     waited_for: float = 1.0
     """CP, PP, EP and the rest: nothing is hidden."""
-    tensor_parallel: float = 1.67
+    tensor_parallel: float = 1.62
     """TP waits too, each time for the slower rank, and its messages are small."""
 
 
@@ -192,35 +203,48 @@ def collective_seconds(
     """Seconds of one collective with nothing beside it; ``num_bytes`` as in :class:`CollectiveRecord`."""
     if group_size < 2:
         return 0.0
+    pace = _pace(interconnect, op, group_size, stride, first_rank)
+    return pace.seconds + bus_bytes(op, num_bytes, group_size) / pace.bytes_per_second
+
+
+@lru_cache(maxsize=4096)
+def _pace(interconnect: Interconnect, op: Op, group_size: int, stride: int, first_rank: int) -> Pace:
     nodes, members = group_nodes(group_size, stride, first_rank, interconnect.gpus_per_node)
-    intra = interconnect.intra.of(op)
-    moved = bus_bytes(op, num_bytes, group_size)
+    intra, launch = interconnect.intra.of(op), interconnect.launch_seconds
     if nodes == 1:
-        steps = ring_steps(op, group_size) * intra.latency_seconds
-        return interconnect.launch_seconds + steps + moved / (intra.gb_per_s * 1e9)
+        return Pace(launch + ring_steps(op, group_size) * intra.latency_seconds, intra.gb_per_s * 1e9)
     inter = interconnect.inter.of(op)
     if op.is_p2p:  # neighbours of the group; the pair that crosses nodes sets the pace
-        return interconnect.launch_seconds + inter.latency_seconds + moved / (inter.gb_per_s * 1e9)
+        return Pace(launch + inter.latency_seconds, inter.gb_per_s * 1e9)
     rounds = 2 if op is Op.ALL_REDUCE else 1
     steps = rounds * ((group_size - nodes) * intra.latency_seconds + (nodes - 1) * inter.latency_seconds)
-    if op is Op.ALL_TO_ALL:  # every rank to every rank at once: the two kinds of link work side by side
-        inside = (members - 1) / (intra.gb_per_s * 1e9)
-        across = (group_size - members) / (inter.gb_per_s * 1e9)
-        return interconnect.launch_seconds + steps + num_bytes / group_size * max(inside, across)
     rate = min(intra.gb_per_s, members * inter.gb_per_s)
-    return interconnect.launch_seconds + steps + moved / (rate * 1e9)
+    if op is Op.ALL_TO_ALL:  # every rank to every rank at once: the two kinds of link work side by side
+        slower = max((members - 1) / intra.gb_per_s, (group_size - members) / inter.gb_per_s)
+        rate = (group_size - 1) / slower
+    return Pace(launch + steps, rate * 1e9)
 
 
 def record_seconds(record: CollectiveRecord, interconnect: Interconnect) -> float:
     """Seconds of all calls of a record, one after the other."""
-    return record.count * collective_seconds(
-        record.op,
-        record.bytes,
-        record.group_size,
-        interconnect,
-        stride=record.stride,
-        first_rank=record.first_rank,
-    )
+    op, size = record.op, record.group_size
+    if size < 2:
+        return 0.0
+    pace = _pace(interconnect, op, size, record.stride, record.first_rank)
+    return record.count * (pace.seconds + bus_bytes(op, record.bytes, size) / pace.bytes_per_second)
+
+
+def busy_seconds(records: Iterable[CollectiveRecord], interconnect: Interconnect) -> dict[Cause, float]:
+    """How long the collectives of one optimizer step take on their own, by cause."""
+    busy: dict[Cause, float] = {}
+    sends: dict[Cause, float] = {}
+    for record in records:
+        # links are full duplex: a rank's sends go beside its receives
+        kind = sends if record.op is Op.SEND else busy
+        kind[record.cause] = kind.get(record.cause, 0.0) + record_seconds(record, interconnect)
+    for cause, seconds in sends.items():
+        busy[cause] = max(busy.get(cause, 0.0), seconds)
+    return busy
 
 
 def exposed_seconds(
@@ -232,14 +256,7 @@ def exposed_seconds(
     """What the collectives of one optimizer step add to ``compute_seconds`` of compute, by cause."""
     if not records:
         return NO_COMMUNICATION
-    busy: dict[Cause, float] = {}
-    sends: dict[Cause, float] = {}
-    for record in records:
-        # links are full duplex: a rank's sends go beside its receives
-        kind = sends if record.op is Op.SEND else busy
-        kind[record.cause] = kind.get(record.cause, 0.0) + record_seconds(record, interconnect)
-    for cause, seconds in sends.items():
-        busy[cause] = max(busy.get(cause, 0.0), seconds)
+    busy = busy_seconds(records, interconnect)
     return CommunicationTime(busy, exposed_by_cause(busy, compute_seconds, exposure))
 
 
@@ -247,10 +264,19 @@ def exposed_by_cause(
     busy: Mapping[Cause, float], compute_seconds: float, exposure: Exposure = EXPOSURE
 ) -> dict[Cause, float]:
     """What communication adds, from how long it takes."""
-    beside = sum(seconds for cause, seconds in busy.items() if cause in OVERLAPPED)
+    beside = 0.0
+    for cause, seconds in busy.items():
+        if cause in OVERLAPPED:
+            beside += seconds
     overlapped = max(exposure.overlapped, 1 - compute_seconds / beside) if beside > 0 else 0.0
-    shares = dict.fromkeys(OVERLAPPED, overlapped) | {Cause.TP: exposure.tensor_parallel}
-    return {cause: seconds * shares.get(cause, exposure.waited_for) for cause, seconds in busy.items()}
+    exposed = {}
+    for cause, seconds in busy.items():
+        if cause in OVERLAPPED:
+            share = overlapped
+        else:
+            share = exposure.tensor_parallel if cause is Cause.TP else exposure.waited_for
+        exposed[cause] = seconds * share
+    return exposed
 
 
 _MESH_CAUSES: Final[Mapping[str, Cause]] = MappingProxyType(

@@ -30,76 +30,120 @@ class Work(NamedTuple):
     chunks: int = 1
 
 
+class ParameterGroups(NamedTuple):
+    """What a rank's parameters and gradients are moved in: all that FSDP, HSDP and DDP depend on."""
+
+    shards: int
+    replicate: int
+    tp: int
+    blocks: int
+    tables: int
+    """Groups of the size of the embedding: itself, and final norm with output."""
+    block_params: float
+    """On one TP rank when gathered, averaged over the blocks."""
+    table_params: float
+    compute_bytes: int
+    """Of a gathered parameter, the blocks' in float8 apart."""
+    block_bytes: int
+    """Of a gathered parameter of a block."""
+    gathers: int
+    """Of a block for one forward and backward."""
+    stored_bytes: float
+    """Of all parameters that the rank stores."""
+    accumulation: int
+
+
 def records(settings: Settings, s: Shapes, work: Work, passes: int) -> list[CollectiveRecord]:
     """Collectives of one rank; ``passes`` is how many forwards each of its blocks runs in a step."""
+    groups = parameter_groups(s, work, settings.gradient_accumulation_steps)
+    of_parameters = parameter_records(groups) if groups else []
+    return of_parameters + activation_records(s, work, passes, etp=settings.dims.etp)
+
+
+def parameter_groups(s: Shapes, work: Work, accumulation: int) -> ParameterGroups | None:
+    """``None`` where no other rank has the same parameters."""
+    if s.shards == 1 and s.replicate == 1:
+        return None
+    return ParameterGroups(
+        s.shards,
+        s.replicate,
+        s.tp,
+        round(work.layers),
+        2 if s.pp == 1 else 1,
+        s.gathered_blocks(0, s.layers) / s.layers,
+        s.embedding_shard_params,
+        s.compute_bytes,
+        1 if s.float8_all_gather else s.compute_bytes,
+        1 if s.keep_gathered else 2,
+        s.param_bytes * s.local_params if s.shards == 1 else 0.0,
+        accumulation,
+    )
+
+
+def parameter_records(groups: ParameterGroups) -> list[CollectiveRecord]:
+    """What moves parameters and gradients."""
     found: list[CollectiveRecord] = []
-    accumulation = settings.gradient_accumulation_steps
-    if s.shards > 1:
-        found += _fsdp(s, work, accumulation)
-    if s.replicate > 1:
-        found += _replicas(s, work, accumulation)
+    if groups.shards > 1:
+        found += _fsdp(groups)
+    if groups.replicate > 1:
+        found += _replicas(groups)
+    return found
+
+
+def activation_records(s: Shapes, work: Work, passes: int, *, etp: int) -> list[CollectiveRecord]:
+    """What moves activations and their gradients; ``etp`` is the degree of expert tensor parallelism."""
+    found: list[CollectiveRecord] = []
     if s.tp > 1:
         found += _tensor_parallel(s, work, passes)
     if s.cp > 1:
         found += _context_parallel(s, work, passes)
     if s.moe is not None and s.moe.own_group:
-        found.append(_experts(settings, s, work, passes))
+        found.append(_experts(s, work, passes, etp))
     if s.pp > 1:
         found += _pipeline(s, work, passes)
     return found
 
 
-def block_params(s: Shapes) -> float:
-    """Parameters of a block on one TP rank when gathered, averaged over the blocks."""
-    return s.gathered_blocks(0, s.layers) / s.layers
-
-
-def gathers_per_pass(s: Shapes) -> int:
-    """How often a sharded block's parameters are gathered for one forward and backward."""
-    return 1 if s.keep_gathered else 2
-
-
-def _fsdp(s: Shapes, work: Work, accumulation: int) -> Iterator[CollectiveRecord]:
+def _fsdp(g: ParameterGroups) -> Iterator[CollectiveRecord]:
     """Gathers in forward and, where they were given back, in backward; fp32 scatters of the gradients."""
-    block, table = block_params(s), s.embedding_shard_params
-    layers, gathers = round(work.layers), gathers_per_pass(s)
-    tables = 2 if s.pp == 1 else 1
-    gathered = block * (1 if s.float8_all_gather else s.compute_bytes)
+    blocks, tables = g.blocks * g.accumulation, g.tables * g.accumulation
+    gathered = g.block_bytes * g.block_params
     shapes = (
-        (Op.ALL_GATHER, "forward", layers * accumulation, gathered),
-        (Op.ALL_GATHER, "backward", layers * (gathers - 1) * accumulation, gathered),
-        (Op.REDUCE_SCATTER, "backward", layers * accumulation, FP32_BYTES * block),
-        (Op.ALL_GATHER, "forward", tables * accumulation, s.compute_bytes * table),
-        (Op.REDUCE_SCATTER, "backward", tables * accumulation, FP32_BYTES * table),
+        (Op.ALL_GATHER, "forward", blocks, gathered),
+        (Op.ALL_GATHER, "backward", blocks * (g.gathers - 1), gathered),
+        (Op.REDUCE_SCATTER, "backward", blocks, FP32_BYTES * g.block_params),
+        (Op.ALL_GATHER, "forward", tables, g.compute_bytes * g.table_params),
+        (Op.REDUCE_SCATTER, "backward", tables, FP32_BYTES * g.table_params),
     )
     for op, phase, count, size in shapes:
         if count:
-            yield CollectiveRecord(op, count, size, s.shards, s.tp, 0, phase, Cause.FSDP)
+            yield CollectiveRecord(op, count, size, g.shards, g.tp, 0, phase, Cause.FSDP)
 
 
-def _replicas(s: Shapes, work: Work, accumulation: int) -> Iterator[CollectiveRecord]:
+def _replicas(g: ParameterGroups) -> Iterator[CollectiveRecord]:
     """HSDP reduces each group's gradient shard in fp32, DDP its buckets in the parameters' type."""
-    if s.shards > 1:
-        sizes = [(round(work.layers), FP32_BYTES * block_params(s) / s.shards)]
-        sizes.append((2 if s.pp == 1 else 1, FP32_BYTES * s.embedding_shard_params / s.shards))
+    if g.shards > 1:
+        sizes = [(g.blocks, FP32_BYTES * g.block_params / g.shards)]
+        sizes.append((g.tables, FP32_BYTES * g.table_params / g.shards))
         cause = Cause.HSDP
     else:
-        total = s.param_bytes * s.local_params
-        buckets = math.ceil(total / DDP_BUCKET_BYTES)
-        sizes, cause = [(buckets, total / buckets)], Cause.DDP
+        buckets = math.ceil(g.stored_bytes / DDP_BUCKET_BYTES)
+        sizes, cause = [(buckets, g.stored_bytes / buckets)], Cause.DDP
     for count, size in sizes:
         yield CollectiveRecord(
-            Op.ALL_REDUCE, count * accumulation, size, s.replicate, s.tp * s.shards, 0, "backward", cause
+            Op.ALL_REDUCE, count * g.accumulation, size, g.replicate, g.tp * g.shards, 0, "backward", cause
         )
 
 
 def _recomputed_tp(s: Shapes) -> tuple[float, float]:
-    """Gathers and scatters of a block that backward runs again: op AC keeps scatters, and a recomputation ends
-    before the last one."""
-    if s.recompute is Recompute.EVERY:
-        share = (s.layers // s.every) / s.layers
-        return 2 * share, share
-    return {Recompute.NONE: (0.0, 0.0), Recompute.FULL: (2.0, 1.0)}.get(s.recompute, (2.0, 0.0))
+    """Gathers and scatters of a block that backward runs again: op AC keeps scatters, and a compiled recomputation
+    leaves out the last one, which nothing in the block reads."""
+    if s.recompute is Recompute.NONE:
+        return 0.0, 0.0
+    if s.recompute is Recompute.FULL or s.recompute is Recompute.EVERY:
+        share = (s.layers // s.every) / s.layers if s.recompute is Recompute.EVERY else 1.0
+        return 2 * share, (1 if s.compile_block else 2) * share
+    return 2.0, 0.0
 
 
 def _tensor_parallel(s: Shapes, work: Work, passes: int) -> Iterator[CollectiveRecord]:
@@ -125,13 +169,13 @@ def _context_parallel(s: Shapes, work: Work, passes: int) -> Iterator[Collective
     yield CollectiveRecord(Op.ALL_TO_ALL, count, size, s.cp, s.tp, 0, "backward", Cause.CP)
 
 
-def _experts(settings: Settings, s: Shapes, work: Work, passes: int) -> CollectiveRecord:
+def _experts(s: Shapes, work: Work, passes: int, etp: int) -> CollectiveRecord:
     """Tokens to the experts and back, forward and backward."""
     assert s.moe is not None
     exchanges = 4 + (2 if s.recompute is Recompute.FULL else 0)
     layers = work.layers * s.num_moe_layers(0, s.layers) / s.layers
     size = s.compute_bytes * s.moe.routed * s.dim
-    stride = 1 if settings.dims.etp == 1 else s.tp
+    stride = 1 if etp == 1 else s.tp
     count = round(passes * layers * exchanges)
     return CollectiveRecord(Op.ALL_TO_ALL, count, size, s.moe.expert_parallel, stride, 0, "", Cause.EP)
 

@@ -36,21 +36,19 @@ def link_names() -> tuple[str, ...]:
     return tuple(_catalogue()["links"])
 
 
-def interconnect_of(cluster: ClusterSpec, *, inter: str | None = None) -> Interconnect:
+def interconnect_of(cluster: ClusterSpec) -> Interconnect:
     """The links of a cluster. The rate inside a node is the GPU's own, what NCCL reaches of it the catalogue's;
     a calibrated machine has its measured rates instead.
 
-    Args:
-        cluster: GPU and shape.
-        inter: link between nodes, by catalogue name; ``None`` for the usual one of this GPU's nodes.
-
     Raises:
-        InputError: no such link, or one that lives inside a node.
+        InputError: ``cluster.interconnect`` is no link, or one that lives inside a node.
     """
     gpu, rates = cluster.gpu, cluster.rates
     measured = rates.links if rates is not None else ()
     source = rates.source if rates is not None else ""
-    return _interconnect(gpu.name, gpu.link_gb_per_s, cluster.gpus_per_node, inter, measured, source)
+    return _interconnect(
+        gpu.name, gpu.link_gb_per_s, cluster.gpus_per_node, cluster.interconnect, measured, source
+    )
 
 
 @lru_cache(maxsize=256)

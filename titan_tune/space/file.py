@@ -108,12 +108,14 @@ def _base(raw: Any, path: Path, *, sets: Sequence[str], hf_config: Path | None) 
 
 
 def _cluster(table: Mapping[str, Any], machine: ClusterSpec | None, *, source: str) -> ClusterSpec:
-    _known(table, ("gpu", "num_nodes", "gpus_per_node"), source)
+    _known(table, ("gpu", "num_nodes", "gpus_per_node", "interconnect"), source)
     counts = {}
     for name in ("num_nodes", "gpus_per_node"):
         if name in table:
             counts[name] = _positive(table[name], f"{source}.{name}")
     found = _described_cluster(table, counts, machine, source)
+    if "interconnect" in table:
+        found = found.model_copy(update={"interconnect": _link(table["interconnect"], source)})
     if found.world_size > MAX_WORLD_SIZE:
         raise InputError(f"{source}: {found.world_size} GPUs; at most {MAX_WORLD_SIZE}")
     return found
@@ -143,6 +145,19 @@ def _gpu(name: Any, source: str) -> Any:
         return gpu_spec(name)
     except InputError as error:
         raise InputError(f"{source}.gpu: {error}") from None
+
+
+def _link(name: Any, source: str) -> str:
+    """A link between nodes, by catalogue name."""
+    from titan_tune.estimate.interconnect import link
+
+    if not isinstance(name, str):
+        raise InputError(f"{source}.interconnect = {name!r}: must be the name of a link, such as ib-ndr")
+    try:
+        link(name)
+    except InputError as error:
+        raise InputError(f"{source}.{error}") from None
+    return name
 
 
 def _positive(value: Any, where: str) -> int:

@@ -1,0 +1,116 @@
+"""What the step-time model was fitted to say of a GPU: constants, and the speeds that they give.
+
+``CONSTANTS`` were fitted on one- and two-GPU H200 runs (torch 2.11, torchtitan 0.2.2) by
+benchmarks/step_time_accuracy.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from titan_tune.domain.cluster import ClusterSpec
+
+FP32_SHARE_OF_BF16 = 1 / 15
+"""H100/H200 data sheet: 67 TFLOP/s fp32 without tensor cores against 989 bf16 (torchtitan leaves TF32 off)."""
+FITTED_GPU = "h200"
+"""The constants are shares of its data sheet that training reached: a calibration, whose kernels run alone and cooler,
+adds nothing to them but the links."""
+
+
+class Constants(NamedTuple):
+    """What the roofline cannot know."""
+
+    matmul_efficiency: float = 0.668
+    """Of the bf16 peak, for many tokens."""
+    tile_elements: float = 3.60e5
+    """Outputs for which a matmul takes as long again: tiles that fill the GPU in part."""
+    reduction: float = 112.0
+    """Reduced width for which it takes as long again: a tile's prologue and epilogue."""
+    fp32_efficiency: float = 0.777
+    float8_tensorwise: float = 0.673
+    """Share of the float8 peak (dense), casts apart."""
+    float8_rowwise: float = 0.473
+    float8_reduction: float = 546.0
+    """As ``reduction``: a tile's products take half the time."""
+    float8_cast_bytes: float = 12.7
+    """Traffic of the casts per token and element of a linear's input or output gradient: read for the scale, read
+    and written, and turned for the weight gradient."""
+    float8_weight_casts: float = 2.04
+    """Times a weight is read for its scale, read again and written as float8: forward and backward."""
+    eager_float8_casts: float = 9.13
+    """Times the traffic of compiled casts: every operator of a cast by itself."""
+    attention_efficiency: float = 0.481
+    memory_efficiency: float = 0.9
+    """Copy rate against the data sheet's: 4.3 of 4.8 TB/s."""
+    compiled_residuals: float = 13.0
+    """Times a block moves the residual stream, forward and backward, fused as inductor does; likewise below, in
+    the matmuls' type: other tensors of the model's width and those of the feed-forward's."""
+    compiled_dims: float = 8.0
+    compiled_ffns: float = 9.0
+    eager_dim_bytes: float = 104.0
+    eager_ffn_bytes: float = 47.2
+    compiled_loss_bytes: float = 24.3
+    """Per token and vocabulary entry."""
+    eager_loss_bytes: float = 70.0
+    optimizer_bytes: float = 40.0
+    """Per local fp32 parameter: fused AdamW reads four tensors and writes three, clipping reads the gradient twice
+    and writes it."""
+    compiled_launch: float = 3.28e-4
+    """Seconds a block that small kernels and launches add, forward and backward."""
+    eager_launch: float = 7.12e-4
+    compiled_host: float = 1.82e-3
+    """Seconds of Python and launches that a block costs the host, forward and backward; likewise below."""
+    eager_host: float = 4.93e-3
+    eager_op_host: float = 1.52
+    """Times that under selective op AC, whose policy looks at every operator."""
+    compiled_float8_host: float = 1.58e-3
+    """Added by float8 linears."""
+    eager_float8_host: float = 0.0108
+    fsdp_host: float = 2.37e-3
+    """Added by FSDP's hooks and copies."""
+    float8_gather_host: float = 7.78e-3
+    """Added by float8 gathers, each weight a tensor subclass with hooks of its own."""
+    math_attention_passes: float = 11.8
+    """Times an S x S fp32 matrix crosses memory a block, forward, recomputation and backward."""
+    overlapped_exposed: float = 1.04
+    """Of FSDP's and DDP's communication: what overlap does not hide, contention included."""
+    tensor_parallel_exposed: float = 1.62
+    """TP's collectives against a ring at link speed: none is hidden, compute waits for the slower rank."""
+
+
+CONSTANTS = Constants()
+
+
+class Speeds(NamedTuple):
+    """What one GPU reaches in training, FLOP/s and bytes/s."""
+
+    matmul: float
+    float32: float
+    float8_tensorwise: float
+    float8_rowwise: float
+    attention: float
+    traffic: float
+
+
+def speeds_of(cluster: ClusterSpec, k: Constants) -> Speeds:
+    """The data sheet at the efficiencies of the fit, or what a calibration of another GPU measured."""
+    gpu, measured = cluster.gpu, cluster.rates
+    peak, float8 = gpu.bf16_tflops * 1e12, gpu.float8_tflops * 1e12
+    known = Speeds(
+        matmul=peak * k.matmul_efficiency,
+        float32=peak * (k.matmul_efficiency if gpu.is_cpu else FP32_SHARE_OF_BF16 * k.fp32_efficiency),
+        float8_tensorwise=float8 * k.float8_tensorwise,
+        float8_rowwise=float8 * k.float8_rowwise,
+        attention=peak * k.attention_efficiency,
+        traffic=gpu.memory_gb_per_s * 1e9 * k.memory_efficiency,
+    )
+    if measured is None or gpu.name == FITTED_GPU:
+        return known
+    return Speeds(
+        matmul=measured.matmul_tflops * 1e12 or known.matmul,
+        float32=measured.float32_tflops * 1e12 or known.float32,
+        float8_tensorwise=measured.float8_tensorwise_tflops * 1e12 or known.float8_tensorwise,
+        float8_rowwise=measured.float8_rowwise_tflops * 1e12 or known.float8_rowwise,
+        attention=measured.attention_tflops * 1e12 or known.attention,
+        traffic=measured.copy_gb_per_s * 1e9 or known.traffic,
+    )
