@@ -27,6 +27,7 @@ LAYERS = {
     "doctor_facts": 7,
     "export": 8,
     "export_sbatch": 8,
+    "export_recipe": 8,
     "cli": 9,
 }
 HEAVY = {"torch", "torchtitan", "torchao"}

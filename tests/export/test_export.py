@@ -124,7 +124,7 @@ def test_files_of_others_are_not_replaced_but_our_own_are(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--format", "python"], ["--format", "'python'", "toml, command, sbatch"]),
+        (["--format", "yaml"], ["--format", "'yaml'", "toml, command, sbatch, python"]),
         (["-o", "."], ["-o", "is a folder"]),
         (["--trial", "7"], ["--trial", "no trial 7", "0, 1"]),
         (["--trial", "0", "--pareto"], ["exclude each other"]),

@@ -10,11 +10,16 @@ from titan_tune.errors import InputError, ProbesFailedError
 from titan_tune.probe.record import write_whole
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from titan_tune.export import Export
     from titan_tune.study.open import OpenStudy
-    from titan_tune.study.selection import Standing
+    from titan_tune.study.selection import Standing, Winner
+    from titan_tune.study.trend import Check
 
-FORMATS = ("toml", "command", "sbatch")
+FORMATS = ("toml", "command", "sbatch", "python")
+NAMES = {"sbatch": "best.sh", "python": "best.py"}
+"""The default output of formats that are not a TOML."""
 OWN_FILE = "# titan-tune "
 """How a file that titan-tune may replace begins; a script has it in its second line."""
 
@@ -33,10 +38,12 @@ def run_export(
     """Write the chosen configuration(s); returns the exit code.
 
     ``output`` is the file to write, with ``pareto`` the folder of the files. For the format ``sbatch`` it is the
-    script, which gets its TOML beside it; for ``command`` the TOML that the printed command runs.
+    script, which gets its TOML beside it; for ``command`` the TOML that the printed command runs; for ``python`` the
+    recipe, and nothing beside it.
 
     Raises:
-        InputError: no such study or trial, options that exclude each other, or a file in the way.
+        InputError: no such study or trial, options that exclude each other, a file in the way, or for ``python`` a
+            model that torchtitan 0.3.0 does not have.
         ProbesFailedError: nothing was measured.
     """
     from titan_tune.export import command_text, export
@@ -52,11 +59,14 @@ def run_export(
     best = winner(opened.records)
     if best is None:
         raise ProbesFailedError(f"study {opened.name!r} has no measured configuration yet")
-    output = output or Path("front" if pareto else "best.sh" if format_name == "sbatch" else "best.toml")
+    output = output or Path("front" if pareto else NAMES.get(format_name, "best.toml"))
     if output.is_dir() and not pareto:
         raise InputError(f"-o: {output} is a folder; name a file in it")
     checks = study_checks(opened.info, opened.records)
     for standing, path in chosen(opened, best.standing, output, trial=trial, pareto=pareto):
+        if format_name == "python":
+            write_recipe(opened, best, standing, path, checks=standing_checks(standing, checks), force=force)
+            continue
         toml, script = path, None
         if format_name == "sbatch":
             toml = path.with_suffix(".toml")
@@ -87,6 +97,31 @@ def chosen(
     if pareto:
         return [(s, output / f"{s.config_id}.toml") for s in pareto_front(opened.records)]
     return [(standing_of_trial(opened.records, trial) if trial is not None else best, output)]
+
+
+def write_recipe(
+    opened: OpenStudy,
+    best: Winner,
+    standing: Standing,
+    path: Path,
+    *,
+    checks: Sequence[Check],
+    force: bool,
+) -> None:
+    """Write one configuration as a Python recipe; in a Pareto front's folder its name becomes a module's."""
+    from titan_tune.export import command_text
+    from titan_tune.export_recipe import export_recipe, front_name
+
+    if path.name == f"{standing.config_id}.toml":
+        path = path.with_name(front_name(standing.config_id))
+    exported = export_recipe(opened.info, opened.name, standing, winner=best, output=path, checks=checks)
+    write_file(path, exported.text, force=force)
+    say(f"wrote {path}: {speed(standing)}; a recipe for torchtitan 0.3.0, with which nothing was measured")
+    for problem in exported.problems:
+        say(f"warning: trend check {problem}")
+    for line in exported.lost:
+        say(f"warning: not carried over: {line}")
+    say(f"run it: {command_text(exported.command)}")
 
 
 def speed(standing: Standing) -> str:
