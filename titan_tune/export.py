@@ -15,6 +15,7 @@ from titan_tune.probe.launch import ALLOCATOR
 from titan_tune.probe.toml import PLUGIN, PLUGIN_CONFIG
 from titan_tune.report.search import percent, tokens
 from titan_tune.study.info import StudyInfo
+from titan_tune.study.numerics import layout_effects
 from titan_tune.study.records import TrialRecord
 from titan_tune.study.selection import Standing, Winner
 from titan_tune.study.trend import Check, problems
@@ -165,6 +166,11 @@ def provenance(info: StudyInfo, study_name: str, standing: Standing, winner: Win
     lines += [
         f"changes numerics: {axis} = {record.choices[axis]}"
         for axis in numerics_changes(info, record, winner)
+    ]
+    start = winner.baseline.latest.values if winner and winner.baseline else {}
+    lines += [
+        f"changes numerics: {effect}"
+        for effect in layout_effects(info.base(), info.cluster, record.values, start)
     ]
     return lines
 

@@ -31,6 +31,8 @@ def test_the_probe_is_short_quiet_and_measured():
         ({"training.steps": 5000}, 5000),
         ({"training.steps": 5000, "lr_scheduler.total_steps": 7000}, 7000),
         ({}, 10000),
+        ({"training.steps": 10}, 20),  # as long as the probe: torchtitan fails beyond its end
+        ({"training.steps": 5000, "lr_scheduler.total_steps": 5}, 20),
     ],
 )
 def test_the_learning_rate_schedule_stays_the_jobs(job, total):

@@ -1,5 +1,5 @@
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import assume, given
@@ -24,6 +24,17 @@ def test_at_the_break_even_the_hours_saved_are_the_hours_spent(gpu_hours, world_
     hours = break_even_hours(gpu_hours, world_size=world_size, gain=gain)
     saved = (hours - hours / (1.0 + gain)) * world_size
     assert saved == pytest.approx(gpu_hours, rel=1e-6)
+
+
+def test_a_layout_that_trains_otherwise_changes_numerics_without_a_key_that_says_so():
+    study, records = full_study()
+    tp = {"parallelism.data_parallel_shard_degree": 1, "parallelism.tensor_parallel_degree": 8}
+    best = report(study, records).answer.config_id
+    data = report(study, [replace(r, values=tp) if r.config_id == best else r for r in records])
+    assert data.answer.changes_numerics
+    assert any("trains in fp32" in line for line in data.answer.layout_effects)
+    assert "trains in fp32" in words.numerics_sentence(data.answer)
+    assert [c.changes_numerics for c in data.configurations if c.is_best] == [True]
 
 
 @given(gain=st.floats(-0.9, 0.0))

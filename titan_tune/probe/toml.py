@@ -25,7 +25,7 @@ def probe_values(
 
     ``job_values`` are the job's own keys; ``directory`` is the trial folder; ``device`` is ``cuda`` or
     ``cpu``. Everything that decides speed, memory or numerics stays the job's, the learning-rate schedule
-    included: it is computed for the job's steps, not the probe's.
+    included: it is computed for the job's steps, not the probe's, unless these are more.
     Raises InputError where the job brings a ``job.custom_config_module`` of its own.
     """
     _check(job_values, settings, device)
@@ -35,7 +35,10 @@ def probe_values(
         "job.custom_config_module": PLUGIN_CONFIG,
         "experimental.custom_import": PLUGIN,
         "training.steps": settings.steps,
-        "lr_scheduler.total_steps": job["lr_scheduler.total_steps"] or job["training.steps"],
+        # beyond the end of its schedule torchtitan fails, or trains with a negative learning rate
+        "lr_scheduler.total_steps": max(
+            job["lr_scheduler.total_steps"] or job["training.steps"], settings.steps
+        ),
         "metrics.log_freq": 1,
         "metrics.disable_color_printing": True,
         "metrics.enable_tensorboard": False,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from titan_tune.domain.candidate import Value
 from titan_tune.domain.probe import Origin
 from titan_tune.study.info import StudyInfo
+from titan_tune.study.numerics import layout_effects
 from titan_tune.study.records import TrialRecord
 from titan_tune.study.selection import Standing, Winner
 from titan_tune.units import gib
@@ -73,8 +74,15 @@ class Answer:
     memory: Memory
     numerics: tuple[Change, ...]
     """Axes that change the mathematics and differ from the job as it was."""
+    layout_effects: tuple[str, ...]
+    """What the layout does to the mathematics and that of the job as it was does not, one line each."""
     keys: tuple[Change, ...]
     """torchtitan keys that differ from the job file."""
+
+    @property
+    def changes_numerics(self) -> bool:
+        """Whether anything sets its mathematics apart from that of the job as it was."""
+        return bool(self.numerics or self.layout_effects)
 
     @property
     def gain_is_certain(self) -> bool:
@@ -145,8 +153,15 @@ def _break_even(gpu_hours: float, answer: Answer | None, world_size: int) -> Bre
     )
 
 
-def answer(info: StudyInfo, best: Winner, *, start: Mapping[str, str]) -> Answer:
-    """The winner as the report states it; ``start`` is the choices of the job as it was, if they are known."""
+def answer(
+    info: StudyInfo,
+    best: Winner,
+    *,
+    start: Mapping[str, str],
+    start_values: Mapping[str, Value] | None = None,
+) -> Answer:
+    """The winner as the report states it; ``start`` and ``start_values`` are the choices and keys of the job as it
+    was, if they are known."""
     standing, base = best.standing, best.baseline
     record = standing.latest
     return Answer(
@@ -168,6 +183,7 @@ def answer(info: StudyInfo, best: Winner, *, start: Mapping[str, str]) -> Answer
         gain_origin=best.gain_origin,
         memory=memory_of(standing),
         numerics=numerics(info, record.choices, start),
+        layout_effects=layout_effects(info.base(), info.cluster, record.values, start_values or {}),
         keys=changed_keys(info, record.values),
     )
 

@@ -21,6 +21,7 @@ from titan_tune.report.timing import PhaseTime, where_time_went
 from titan_tune.report.trend import TrendTable, trend_table
 from titan_tune.space.enumerate import BASE_LABEL
 from titan_tune.study.info import StudyInfo
+from titan_tune.study.numerics import layout_effects, start_values
 from titan_tune.study.records import Role, TrialRecord
 from titan_tune.study.selection import Standing, baseline_id, standings, winner
 
@@ -128,7 +129,7 @@ def report_data(
     distinct = {r.config_id: distinct_choices(r.choices, leave_out=common) for r in records}
     labels = {config_id: label_of(choices) for config_id, choices in distinct.items()}
     ranked, best = standings(records), winner(records)
-    found = answer(info, best, start=start) if best else None
+    found = answer(info, best, start=start, start_values=start_values(records)) if best else None
     return ReportData(
         study=study,
         job=info.job_name,
@@ -175,6 +176,7 @@ def _configurations(
     distinct: Mapping[str, Choices],
     start: Mapping[str, str],
 ) -> tuple[Configuration, ...]:
+    job, keys = info.base(), start_values(records)
     best = winner(records)
     base = best.baseline if best else None
     return tuple(
@@ -188,7 +190,10 @@ def _configurations(
             final=s.final,
             is_baseline=base is not None and s.config_id == base.config_id,
             is_best=best is not None and s.config_id == best.standing.config_id,
-            changes_numerics=bool(numerics(info, s.latest.choices, start)),
+            changes_numerics=bool(
+                numerics(info, s.latest.choices, start)
+                or layout_effects(job, info.cluster, s.latest.values, keys)
+            ),
             gain=s.tokens_per_second / base.tokens_per_second - 1.0 if base else None,
             origin=s.origin,
             memory=memory_of(s),

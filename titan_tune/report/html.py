@@ -60,7 +60,7 @@ def _answer(data: ReportData) -> list[str]:
         el("p", words.gain_sentence(data, found)),
         el("p", words.runs_sentence(found)),
         el("p", "Peak memory: ", words.memory_sentence(data, found.memory)),
-        el("p", words.numerics_sentence(found), class_="note" if found.numerics else None),
+        el("p", words.numerics_sentence(found), class_="note" if found.changes_numerics else None),
     ]
     if found.choices:
         blocks += [el("h3", "The configuration"), facts(found.choices)]

@@ -231,9 +231,16 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def summary(
-    records: Sequence[TrialRecord], *, numerics_axes: Sequence[str] = (), world_size: int = 1
+    records: Sequence[TrialRecord],
+    *,
+    numerics_axes: Sequence[str] = (),
+    layout_effects: Sequence[str] = (),
+    world_size: int = 1,
 ) -> RenderableType:
-    """The configurations with a throughput, best first, and what became of the rest."""
+    """The configurations with a throughput, best first, and what became of the rest.
+
+    ``layout_effects``: what sets the best one's mathematics apart (:func:`titan_tune.study.numerics.winner_effects`).
+    """
     table = Table(header_style="bold", caption_justify="left")
     dry = [r.outcome.origin is Origin.DRY_RUN for r in records]
     interval = "assumed interval" if dry and all(dry) else "interval" if any(dry) else "95 % interval"
@@ -269,8 +276,9 @@ def summary(
     if best:
         parts.append(Text(verdict_line(best, records, world_size=world_size), style="bold green"))
         changed = [axis for axis in numerics_axes if base and _differs(best.standing, base, axis)]
-        if changed:
-            parts.append(Text(f"this configuration changes numerics: {', '.join(changed)}", style="yellow"))
+        if changed or layout_effects:
+            text = "; ".join([*([", ".join(changed)] if changed else []), *layout_effects])
+            parts.append(Text(f"this configuration changes numerics: {text}", style="yellow"))
         noise = max((s.spread for s in ranked), default=0.0)
         if noise > NOISY_SPREAD:
             text = f"runs of one configuration differ by up to {noise:.0%} here: smaller gains mean nothing"
@@ -299,9 +307,10 @@ def verdict_line(best: Winner, records: Sequence[TrialRecord], *, world_size: in
 
 
 def _counts(records: Sequence[TrialRecord]) -> str:
-    """``12 probes``, ``3 dry runs`` or both."""
-    dry = sum(r.outcome.origin is Origin.DRY_RUN for r in records)
-    kinds = ((len(records) - dry, "probe"), (dry, "dry run"))
+    """``12 probes``, ``3 dry runs`` or both; cancelled ones run again and do not count."""
+    ended = [r for r in records if r.outcome.status is not ProbeStatus.CANCELLED]
+    dry = sum(r.outcome.origin is Origin.DRY_RUN for r in ended)
+    kinds = ((len(ended) - dry, "probe"), (dry, "dry run"))
     return " and ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in kinds if count)
 
 

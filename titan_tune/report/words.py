@@ -213,12 +213,13 @@ def memory_sentence(data: ReportData, memory: Memory) -> str:
 
 def numerics_sentence(found: Answer) -> str:
     """Whether the mathematics of the training changes."""
-    if not found.numerics:
+    if not found.changes_numerics:
         return "Numerics are unchanged: nothing here alters the mathematics of the training."
-    changes = "; ".join(
+    named = [
         f"{c.name}: {c.before} → {c.after}" if c.before is not None else f"{c.name}: {c.after}"
         for c in found.numerics
-    )
+    ]
+    changes = "; ".join([*named, *found.layout_effects])
     run = "dry run" if found.origin is Origin.DRY_RUN else "short probe"
     return f"This changes numerics: {changes}. A {run} cannot show what it does to convergence."
 

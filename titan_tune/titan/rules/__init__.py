@@ -19,6 +19,7 @@ from titan_tune.titan.rules.registry import REGISTRY, Rule
 __all__ = [
     "INVALID_RULES",
     "LAYOUT_RULES",
+    "NUMERICS_RULES",
     "OTHER_RULES",
     "RULES",
     "WARNING_RULES",
@@ -40,6 +41,8 @@ LAYOUT_RULES: tuple[Rule, ...] = tuple(r for r in RULES if r.kind == "invalid" a
 OTHER_RULES: tuple[Rule, ...] = tuple(r for r in RULES if r.kind == "invalid" and not r.layout)
 INVALID_RULES: tuple[Rule, ...] = LAYOUT_RULES + OTHER_RULES
 WARNING_RULES: tuple[Rule, ...] = tuple(r for r in RULES if r.kind == "warning")
+NUMERICS_RULES: tuple[Rule, ...] = tuple(r for r in WARNING_RULES if r.numerics)
+"""Warnings of what changes the mathematics of the training, whatever the keys say."""
 
 
 def invalid(settings: Settings, values: Mapping[str, Value]) -> tuple[Finding, ...]:

@@ -269,6 +269,7 @@ def init_timeout(settings: Settings, values: Values) -> Facts | None:
     "early-step-clipping",
     "optimizer.early_step_in_backward makes clipping at training.max_norm a no-op{accumulation}",
     fix="set optimizer.early_step_in_backward = false",
+    numerics=True,
 )
 def early_step_clipping(settings: Settings, values: Values) -> Facts | None:
     """The parameters are stepped before the norm is taken: grad_norm reads 0.0000 (seen on CPU). The hook fires on

@@ -29,6 +29,7 @@ _MEASURED = "H200, torch 2.11, torchtitan 0.2.2"
     "tokens/s per GPU with training.dtype = bfloat16; " + _MEASURED + ")",
     fix="add FSDP (data_parallel_shard_degree > 1) beside tensor parallelism, or set training.dtype = "
     '"bfloat16" (changes the numerics)',
+    numerics=True,
 )
 def fp32_tensor_parallel(settings: Settings, values: Values) -> Facts | None:
     """``maybe_enable_amp`` neither shards nor autocasts with TP alone (torchtitan/distributed/utils.py); the only
@@ -44,6 +45,7 @@ def fp32_tensor_parallel(settings: Settings, values: Values) -> Facts | None:
     "tokens/s per GPU with training.dtype = bfloat16; " + _MEASURED + ")",
     fix="add FSDP (data_parallel_shard_degree > 1) beside pipeline parallelism, or set training.dtype = "
     '"bfloat16" (changes the numerics)',
+    numerics=True,
 )
 def fp32_pipeline_parallel(settings: Settings, values: Values) -> Facts | None:
     """As fp32-tensor-parallel, for PP alone (torchtitan/distributed/utils.py)."""
@@ -64,6 +66,7 @@ def _fp32_by_accident(settings: Settings) -> bool:
     "data_parallel_replicate_degree={dp_replicate} without sharding: every rank holds 16 bytes a parameter and an "
     "fp32 residual stream (autocast, not fully_shard)",
     fix="shard: data_parallel_shard_degree = {dp_replicate}, data_parallel_replicate_degree = 1",
+    numerics=True,
 )
 def ddp_unsharded(settings: Settings, values: Values) -> Facts | None:
     """DDP takes the autocast path (torchtitan/distributed/utils.py). torchtitan issue #2886."""
@@ -78,6 +81,7 @@ def ddp_unsharded(settings: Settings, values: Values) -> Facts | None:
     "data_parallel_replicate_degree={dp_replicate} without sharding divides the gradients twice: grad_norm is "
     "{dp_replicate} times too small",
     fix="shard instead (data_parallel_shard_degree = {dp_replicate}), or scale training.max_norm by 1/{dp_replicate}",
+    numerics=True,
 )
 def ddp_gradient_division(settings: Settings, values: Values) -> Facts | None:
     """The loss is already divided by the global tokens (torchtitan/train.py), and DDP averages once more:
@@ -92,6 +96,7 @@ def ddp_gradient_division(settings: Settings, values: Values) -> Facts | None:
     "data_parallel_replicate_degree={dp_replicate} without sharding over tensor_parallel_degree={tp}: {model} misses "
     "torchtitan's check and runs DDP in fp32 over it",
     fix="shard: data_parallel_shard_degree = {dp_replicate}, data_parallel_replicate_degree = 1",
+    numerics=True,
 )
 def ddp_over_tensor_parallel(settings: Settings, values: Values) -> Facts | None:
     """Their parallelize functions ask for ``dp_mesh.ndim > 1``, which never holds
@@ -108,6 +113,7 @@ def ddp_over_tensor_parallel(settings: Settings, values: Values) -> Facts | None
     "ep-without-fsdp",
     "expert_parallel_degree={ep} without sharded data parallelism: qwen3 runs in fp32 without FSDP",
     fix="set parallelism.data_parallel_shard_degree > 1",
+    numerics=True,
 )
 def ep_without_fsdp(settings: Settings, values: Values) -> Facts | None:
     """qwen3 applies FSDP only where ``fsdp_enabled`` (models/qwen3/infra/parallelize.py). Seen on CPU."""
@@ -124,6 +130,7 @@ def ep_without_fsdp(settings: Settings, values: Values) -> Facts | None:
     "pipeline_parallel_degree={pp} back-propagates the loss summed over tokens: grad_norm is about {tokens:,} times "
     "too large, and clipping at training.max_norm={max_norm} hides it",
     fix="compare losses, not grad_norm, with runs without pipeline parallelism; torchtitan 0.3 repairs it",
+    numerics=True,
 )
 def pp_unnormalized_loss(settings: Settings, values: Values) -> Facts | None:
     """``pp_schedule.step`` gets the summed loss and divides only what is printed (torchtitan/train.py):

@@ -34,6 +34,8 @@ class Rule:
     fix: str
     check: Check
     layout: bool
+    numerics: bool = False
+    """Whether what it warns of changes the mathematics of the training."""
 
     @property
     def source(self) -> str:
@@ -59,16 +61,18 @@ def invalid(rule_id: str, message: str, *, fix: str, layout: bool = False) -> Ca
     return _registering("invalid", rule_id, message, fix, layout)
 
 
-def warning(rule_id: str, message: str, *, fix: str) -> Callable[[Check], Rule]:
+def warning(rule_id: str, message: str, *, fix: str, numerics: bool = False) -> Callable[[Check], Rule]:
     """Register a check whose finding means that the job runs, but not as one would expect."""
-    return _registering("warning", rule_id, message, fix, layout=False)
+    return _registering("warning", rule_id, message, fix, layout=False, numerics=numerics)
 
 
-def _registering(kind: Kind, rule_id: str, message: str, fix: str, layout: bool) -> Callable[[Check], Rule]:
+def _registering(
+    kind: Kind, rule_id: str, message: str, fix: str, layout: bool, numerics: bool = False
+) -> Callable[[Check], Rule]:
     def register(check: Check) -> Rule:
         if rule_id in REGISTRY:
             raise ValueError(f"two rules are called {rule_id!r}")
-        REGISTRY[rule_id] = rule = Rule(rule_id, kind, message, fix, check, layout)
+        REGISTRY[rule_id] = rule = Rule(rule_id, kind, message, fix, check, layout, numerics)
         return rule
 
     return register
