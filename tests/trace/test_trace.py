@@ -150,6 +150,23 @@ def test_experts_get_the_same_number_of_tokens() -> None:
     assert parameters[0] == pytest.approx(parameters[1], rel=0.02)
 
 
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_experts_that_are_sharded_too_are_gathered_while_selective_checkpointing_recomputes(
+    world_size,
+) -> None:
+    """Which torch 2.13 itself refuses; torch 2.11 trains it."""
+    values = {**JOB, "model.name": "deepseek_v3", "model.flavor": "debugmodel", "training.seq_len": 512}
+    values |= {"parallelism.expert_parallel_degree": 2, "activation_checkpoint.mode": "selective"}
+    values |= {"activation_checkpoint.selective_ac_option": "op"}
+    result = trace_memory(values, model_args={}, world_size=world_size)
+    check(result)
+    full = trace_memory(
+        {**values, "activation_checkpoint.mode": "full"}, model_args={}, world_size=world_size
+    )
+    assert result.components["parameters"] == full.components["parameters"]
+    assert result.active_bytes > full.active_bytes
+
+
 def test_tied_embeddings_are_one_parameter_under_fsdp() -> None:
     """As torch 2.11 trains them, also where the tracing torch refuses to shard a shared parameter."""
     dense = {**SMALL, "head_dim": 32, "hidden_dim": FFN, "n_layers": 2, "qk_norm": True}

@@ -26,6 +26,33 @@ def install() -> None:
     kernels.fill_indices_wrapper = _permutation
     _expert_biases()
     _unmasked_attention()
+    _gathers_in_recomputation()
+
+
+def _gathers_in_recomputation() -> None:
+    """Let FSDP gather the last block's experts while selective checkpointing recomputes it.
+
+    torchtitan prefetches the experts of every block but that one, so their gather is not part of the forward
+    that was recorded. torch 2.11 runs what it did not record; torch 2.13 counts calls and refuses, in a trace as on
+    a GPU. What selective checkpointing keeps is counted as strictly as ever.
+    """
+    from torch.utils import checkpoint
+
+    recompute = getattr(checkpoint, "_RECOMPUTE", None)
+    if recompute is None:
+        return
+    original = checkpoint._CachedTorchDispatchMode.__torch_dispatch__
+
+    @functools.wraps(original)
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorded = self.storage.get(func)
+        if func not in checkpoint.SAC_IGNORED_OPS and all(
+            entry is recompute for entry in (recorded or {}).values()
+        ):
+            return func(*args, **(kwargs or {}))
+        return original(self, func, types, args, kwargs)
+
+    checkpoint._CachedTorchDispatchMode.__torch_dispatch__ = dispatch
 
 
 def _fake_histogram() -> None:

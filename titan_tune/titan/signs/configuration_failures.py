@@ -137,6 +137,13 @@ PIPELINE: Final = (
         'set activation_checkpoint.selective_ac_option = "2" or mode = "full", or use 1F1B or Interleaved1F1B',
     ),
     failure(
+        "ep-op-ac-gather",
+        r"encountered during backward but not found in storage",
+        "selective activation checkpointing met an operation that its forward had not run: torch 2.13 refuses experts "
+        "that FSDP shards beside expert_parallel_degree with selective_ac_option = op",
+        'set activation_checkpoint.mode = "full" or "none", shard by expert_parallel_degree alone, or use torch 2.11',
+    ),
+    failure(
         "dualpipev-ep-ac",
         r"Expert Parallel with DualPipeV and Activation Checkpointing",
         "DualPipeV with expert parallelism does not go with activation checkpointing",
