@@ -22,28 +22,159 @@ def working_set(s: Shapes) -> tuple[float, float]:
     """``(bytes, attention score bytes)`` of one dense block's backward beyond what the block saved."""
     if s.math_attention:
         return _math_working_set(s)
-    need = _fused_working_set(s)
-    if s.path is not ParamPath.AUTOCAST and not s.flex_attention and s.cp == 1:
-        mode = Recompute.FULL if s.recompute is Recompute.EVERY else s.recompute
-        behind = s.compute_bytes * (3 * s.dim * s.ffn + s.dim * s.attention.output) / s.tp  # w1 ... w3, wo
-        held = _held_in_attention(s, s.compute_bytes * s.tokens * s.dim, is_moe=False)
-        need = max(need, held + behind - saved_block_bytes(s, mode))
-        if s.compile_block and s.tp > 1:
-            need = max(need, _end_of_block(s) - saved_block_bytes(s, mode))
+    mode = Recompute.FULL if s.recompute is Recompute.EVERY else s.recompute
+    if mode is Recompute.BUDGET and not s.compile_block:  # torchtitan sets the budget of compiled blocks only
+        mode = Recompute.NONE
+    held = _compiled_feed_forward(s, mode) if s.compile_block else _eager_feed_forward(s, mode)
     if s.cp > 1:
-        mode = Recompute.FULL if s.recompute is Recompute.EVERY else s.recompute
-        held = saved_block_bytes(s, Recompute.FULL) + attention_kept_bytes(s)
-        held += s.compute_bytes * (s.tokens * s.dim + 3 * s.dim * s.ffn / s.tp)  # and w1's ... w3's gradients
-        need = max(need, held + _ring_backward_bytes(s) - saved_block_bytes(s, mode))
-    return need, 0.0
+        gradients = s.compute_bytes * (s.tokens * s.dim + 3 * s.dim * s.ffn / s.tp)  # and w1's ... w3's
+        block = saved_block_bytes(s, Recompute.FULL) + attention_kept_bytes(s)
+        held = max(held, block + gradients + _ring_backward_bytes(s))
+    elif not s.flex_attention:
+        held = _with_compiled_attention(s, mode, held) if s.compile_block else max(held, _eager_attention(s))
+    return held - saved_block_bytes(s, mode), 0.0
 
 
-def _end_of_block(s: Shapes) -> float:
-    """Where a compiled block's backward ends under TP: every weight's gradient, and at full width the norm's output
-    and the gradients of queries, keys and values (traced; 405B with TP 8 and one sequence on an H200)."""
-    full_width = 4 * s.compute_bytes * s.tokens * s.dim
-    gradients = s.compute_bytes * s.gathered_params(False)
-    return saved_block_bytes(s, Recompute.FULL) + s.residual_stream_bytes + full_width + gradients
+def _has_fp32_masters(s: Shapes) -> bool:
+    """Autocast over fp32 parameters: linears cast their inputs and weights, gradients are cast back."""
+    return s.path is ParamPath.AUTOCAST and s.param_bytes == FP32_BYTES
+
+
+def _joins_gradients(s: Shapes) -> bool:
+    """Whether a weight's gradient is added to an earlier one as soon as it is made: eager, one after the other
+    (``fully_shard`` adds them up after a block, a compiled block hands out all at once)."""
+    return s.path is not ParamPath.FSDP and (s.accumulates or s.pp > 1)
+
+
+def _eager_feed_forward(s: Shapes, mode: Recompute) -> float:
+    """An eager block around the backward of its feed-forward, what it saved included (traced, to the byte)."""
+    size, everything = s.compute_bytes, saved_block_bytes(s, Recompute.NONE)
+    wide, hidden = size * s.tokens * s.dim, size * s.tokens * s.ffn / s.tp
+    weight = size * s.dim * s.ffn / s.tp
+    joins = _joins_gradients(s)
+    # w2's gradient; the product's gradient and both that it is multiplied into, the product itself is gone
+    held = everything + (0.0 if joins else weight) + 2 * hidden
+    if joins and s.tp == 1:
+        if _has_fp32_masters(s):  # w2's cast is gone; or its gradient in bf16
+            held = max(held - weight, everything + wide + weight + hidden, everything + 2 * weight)
+        else:
+            held = max(held, everything + weight + hidden)
+    elif s.tp > 1:  # the output's gradient gathered, and joined
+        held = max(held, everything + 2 * wide, everything + wide + weight + hidden)
+    elif _has_fp32_masters(s):  # bf16 gradients of w3, then of w1, beside what is cast to fp32 by then
+        held = max(held, everything + wide + 3 * weight - 2 * hidden, everything + 4 * (weight - hidden))
+    if mode is Recompute.NONE:
+        return held
+    # end of the recomputed forward: outputs of w2 and of the block
+    variables = wide + s.residual_stream_bytes
+    if s.tp > 1:  # gathered gradient; w2's output, its pieces and their sum; output of the norm
+        variables = 3 * wide + 2 * s.residual_stream_bytes
+    elif _has_fp32_masters(s):  # the gradient was cast before
+        variables += wide
+    return max(held, everything + variables)
+
+
+def _compiled_feed_forward(s: Shapes, mode: Recompute) -> float:
+    """A compiled block around the backward of its feed-forward, what it saved included. Where w1 and w3 are
+    recomputed, inductor's fused SwiGLU backward reads them and d_product and writes product, d_w1 and d_w3 at
+    once: six F-wide buffers.
+    """
+    size, tokens, dim, tp = s.compute_bytes, s.tokens, s.dim, s.tp
+    wide, hidden, weight = size * tokens * dim, size * tokens * s.ffn / tp, size * dim * s.ffn / tp
+    saved = saved_block_bytes(s, mode)
+    if mode is Recompute.NONE and s.float8:
+        held = saved + 3 * hidden + wide
+    elif mode is Recompute.NONE:  # w2's gradient; d_product takes the product's place, d_w3 is beside it
+        return max(saved + weight + hidden, saved + 2 * wide if tp > 1 else 0.0)
+    elif mode is Recompute.OP:  # saved w1
+        held = saved + 5 * hidden + 2 * wide
+    else:
+        kept = s.attention.kept_split / tp + s.attention.kept_whole
+        held = saved_block_bytes(s, Recompute.FULL) + size * tokens * kept + 4 * tokens * s.heads / tp
+        held += 6 * hidden + 2 * wide + size * tokens * dim / tp + ring_attention_bytes(s)
+        held += wide if tp > 1 else 0.0  # the output's gradient, gathered
+    if _has_fp32_masters(s) and mode is not Recompute.NONE:
+        if s.float8:
+            held += s.block_matmul  # recomputed low-precision weights
+        else:  # casts of the output's gradient and of weights: w3's place is taken by w2's
+            attention = s.attention.params_split if mode is not Recompute.OP else s.attention.output * dim
+            held += wide + 2 * weight + size * attention
+            held -= weight if mode is Recompute.OP else 0.0
+    if s.float8 and s.rowwise:  # feed-forward operands, row- and column-scaled
+        held += (tokens * 5 * s.ffn + 3 * dim * s.ffn) / tp + 3 * tokens * dim
+    return held
+
+
+def _eager_attention(s: Shapes) -> float:
+    """An eager dense block at its attention kernel's backward, and at its end, when every weight's gradient is
+    there: the norm's output, the queries' gradient and two of the norm output's."""
+    size, wide, hidden = s.compute_bytes, s.compute_bytes * s.tokens * s.dim, s.residual_stream_bytes
+    behind, block = size * s.dim * (3 * s.ffn + s.attention.output) / s.tp, size * s.gathered_params(False)
+    held = _held_in_attention(s, wide, is_moe=False)
+    if _joins_gradients(s):
+        return held
+    if _has_fp32_masters(s):
+        query = size * s.dim * s.attn_dim
+        return max(held + 2 * behind, hidden + 2 * block + max(2 * wide + query, 4 * wide))
+    return max(held + behind, hidden + 3 * wide + size * s.tokens * s.attn_dim / s.tp + block)
+
+
+def _with_compiled_attention(s: Shapes, mode: Recompute, feed_forward: float) -> float:
+    """A compiled dense block at its highest: in its feed-forward, at its attention kernel's backward or at its end.
+
+    Inductor keeps buffers that it will use again, here gradients of the norm output and what was gathered; how many,
+    and in which order it runs the weights' gradients, are those of traces.
+    """
+    size, wide = s.compute_bytes, s.compute_bytes * s.tokens * s.dim
+    of_gradient = FP32_BYTES if _has_fp32_masters(s) else size
+    workspace, kernel = _attention_workspace(s), _held_in_attention(s, wide, is_moe=False)
+    kernel += of_gradient * 3 * s.dim * s.ffn / s.tp
+    key = s.attention.query_key - s.attn_dim
+    is_complex = not s.attention.rope_cast and not s.attention.latents
+    rotated = FP32_BYTES * s.tokens * (s.attn_dim + key) / s.tp if is_complex else 0.0
+    if s.tp > 1:
+        return max(feed_forward, _split_attention(s, mode, kernel, rotated, feed_forward))
+    kernel += size * s.tokens * s.dim
+    kernel += (3 if _has_fp32_masters(s) else 2) * wide
+    if mode is not Recompute.OP and mode is not Recompute.NONE:
+        # fp32 gradients of the queries on both sides of their rotation
+        queries = 2 * FP32_BYTES * s.tokens * s.attn_dim - 2 * size * s.tokens * key
+        return max(feed_forward, kernel, kernel - workspace + queries if is_complex else 0.0)
+    # where that is lower, the gradients of w1 ... w3 are made last
+    product, weight = size * s.tokens * s.ffn, size * s.dim * s.ffn
+    late = kernel - of_gradient * 3 * s.dim * s.ffn + 3 * product + 2 * wide
+    if mode is Recompute.OP:  # fp32 queries and keys before their rotation
+        kernel += rotated
+    if mode is Recompute.OP and not _has_fp32_masters(s):
+        return max(feed_forward, kernel)
+    end = size * s.gathered_params(False) + wide + product
+    if _has_fp32_masters(s):  # the last gradient is there in bf16 too
+        end = 2 * size * s.gathered_params(False) + weight
+    if mode is Recompute.NONE:
+        late = max(late, feed_forward - weight + (wide if _has_fp32_masters(s) else 0.0))
+    return min(max(feed_forward, kernel), max(late, end))
+
+
+def _split_attention(s: Shapes, mode: Recompute, kernel: float, rotated: float, feed_forward: float) -> float:
+    """The same under TP, the feed-forward left out; ``kernel`` without what inductor keeps."""
+    size, wide, hidden = s.compute_bytes, s.compute_bytes * s.tokens * s.dim, s.residual_stream_bytes
+    if mode is Recompute.NONE:
+        return kernel + 4 * wide + 2 * hidden
+    output = size * s.dim * s.attention.output / s.tp
+    # every weight's gradient; at full width the norm's output and gradients of queries, keys and values (405B with
+    # TP 8 and one sequence on an H200)
+    end = hidden * (1 if mode is Recompute.OP else 2) + 4 * wide + size * s.gathered_params(False)
+    if mode is Recompute.OP:
+        return max(end, kernel + output + 2 * wide + rotated)
+    if end > feed_forward:
+        return max(end, kernel + output + 2 * wide + hidden)
+    return kernel + 3 * wide + 2 * hidden
+
+
+def _attention_workspace(s: Shapes) -> float:
+    """Of cuDNN's backward: the query's gradient in fp32 and a sum of each row (H200, to 0.02 MiB)."""
+    query = s.attention.query_key // 2 if s.attention.latents else s.attn_dim
+    return FP32_BYTES * (query + s.heads) * s.tokens / s.tp
 
 
 def _ring_backward_bytes(s: Shapes) -> float:
@@ -57,36 +188,12 @@ def _ring_backward_bytes(s: Shapes) -> float:
     return (fp32 + own) * s.tokens / s.tp
 
 
-def _fused_working_set(s: Shapes) -> float:
-    """Backward of the feed-forward. Compiled, inductor's fused SwiGLU backward reads w1, w3 and d_product
-    and writes product, d_w1 and d_w3 at once: six F-wide buffers (five under op AC, which saved w1).
-    """
-    size, tokens, dim, tp = s.compute_bytes, s.tokens, s.dim, s.tp
-    mode = s.recompute
-    if not s.compile_block:
-        return _eager_working_set(s)
-    if mode is Recompute.OP:
-        need = size * tokens * 5 * s.ffn / tp + 2 * size * tokens * dim
-    elif mode is Recompute.NONE:
-        need = size * tokens * 3 * s.ffn / tp + size * tokens * dim
-    else:
-        kept = s.attention.kept_split / tp + s.attention.kept_whole
-        need = size * tokens * (6 * s.ffn / tp + kept + 3 * dim) + 4 * tokens * s.heads / tp
-    if mode is not Recompute.OP and mode is not Recompute.NONE:
-        need += ring_attention_bytes(s)
-    if s.path is ParamPath.AUTOCAST and s.param_bytes == 4 and mode is not Recompute.NONE:
-        need += (1 if s.float8 else 2) * s.block_matmul  # recomputed low-precision weights
-    if s.float8 and s.rowwise:  # feed-forward operands, row- and column-scaled
-        need += (tokens * 5 * s.ffn + 3 * dim * s.ffn) / tp + 3 * tokens * dim
-    return need
-
-
 def _math_working_set(s: Shapes) -> tuple[float, float]:
     """MATH attention: fp32 score matrices. Eager, the backward of softmax has four: its result, two
     gradients, and their product inside the kernel (H200: 3 % more than two); without AC the result is among
     what the block saved, and what its feed-forward saved is gone."""
     if not s.compile_block and s.recompute is Recompute.NONE:
-        feed_forward = _eager_working_set(s)
+        feed_forward = _eager_feed_forward(s, Recompute.NONE) - saved_block_bytes(s, Recompute.NONE)
         softmax = 3 * s.score_bytes - s.compute_bytes * s.tokens * (4 * s.ffn / s.tp + s.dim)
         return (0.0, softmax) if softmax > feed_forward else (feed_forward, 0.0)
     if not s.compile_block:
@@ -96,17 +203,6 @@ def _math_working_set(s: Shapes) -> tuple[float, float]:
     if s.path is not ParamPath.FSDP:
         rest += 4 * (3 * s.dim * s.ffn + s.dim * s.attn_dim) / s.tp
     return rest, 2 * s.score_bytes
-
-
-def _eager_working_set(s: Shapes) -> float:
-    """Everything the forward would have saved, and the gradients of the SwiGLU: two F-wide and two
-    D-wide beyond the saved (three F-wide and one D-wide where nothing is recomputed)."""
-    size, tokens = s.compute_bytes, s.tokens
-    if s.recompute is Recompute.NONE:
-        return size * tokens * (3 * s.ffn / s.tp + s.dim)
-    mode = Recompute.FULL if s.recompute is Recompute.EVERY else s.recompute
-    recomputed = saved_block_bytes(s, Recompute.NONE) - saved_block_bytes(s, mode)
-    return max(0.0, recomputed) + size * tokens * (2 * s.ffn / s.tp + 2 * s.dim)
 
 
 class ExpertsBackward(NamedTuple):
@@ -154,29 +250,26 @@ def _experts_gradient(s: Shapes, moe: Moe, held: float, wide: float) -> ExpertsB
 
 def _attention_gradient(s: Shapes, moe: Moe, wide: float) -> ExpertsBackward:
     """Backward of the block's attention, when all gradients of the experts are there."""
-    attention = s.attention
-    held = _held_in_attention(s, wide, is_moe=True)
     of_gradient = s.param_bytes if s.path is ParamPath.AUTOCAST else s.compute_bytes
     gradients = of_gradient * (moe.expert_params + moe.rest_split / s.tp)
-    if s.path is ParamPath.AUTOCAST and s.param_bytes == FP32_BYTES:
-        held += s.compute_bytes * (attention.params_split + attention.params_whole)  # casts of the weights
-        if not s.compile_block:  # each linear that reads the norm output casts its own copy
-            held += inner_norm_bytes(s) - s.compute_bytes * s.tokens * attention.kept_whole
-            held += wide * (1 if attention.kept_whole else 2)
-    return ExpertsBackward(held, gradients)
+    return ExpertsBackward(_held_in_attention(s, wide, is_moe=True), gradients)
 
 
 def _held_in_attention(s: Shapes, wide: float, *, is_moe: bool) -> float:
-    """The attention half of a block at its kernel's backward: gradients of its output and its three inputs, and
-    cuDNN's workspace, the query's gradient in fp32 and a sum of each row (H200, to 0.02 MiB)."""
+    """The attention half of a block at its kernel's backward: gradients of its output and its three inputs, and the
+    kernel's workspace."""
     attention, per_rank = s.attention, s.tokens / s.tp
-    query, value = s.attn_dim, attention.query_key - s.attn_dim
-    if attention.latents:
-        query, value = attention.query_key // 2, attention.output
+    value = attention.output if attention.latents else attention.query_key - s.attn_dim
     held = saved_block_bytes(s, Recompute.FULL, is_moe) + attention_kept_bytes(s) + wide
     gradients = s.compute_bytes * (attention.output + attention.query_key + value)
     held += per_rank * (gradients + FP32_BYTES * s.heads)
-    return held + per_rank * FP32_BYTES * (query + s.heads)
+    if _has_fp32_masters(s):  # casts of the weights, of the output's in a MoE block only
+        weights = attention.params_split + attention.params_whole
+        held += s.compute_bytes * (weights - (0 if is_moe else s.dim * (attention.output + 2)))
+        if not s.compile_block:  # each linear that reads the norm output casts its own copy
+            held += inner_norm_bytes(s) - s.compute_bytes * s.tokens * attention.kept_whole
+            held += wide * (1 if attention.kept_whole else 2)
+    return held + _attention_workspace(s)
 
 
 def _experts_recomputed(s: Shapes, moe: Moe, wide: float) -> ExpertsBackward:
@@ -186,7 +279,13 @@ def _experts_recomputed(s: Shapes, moe: Moe, wide: float) -> ExpertsBackward:
     element = FP32_BYTES if in_fp32 else s.compute_bytes
     variables = 3.0 * element * s.tokens * moe.top_k * s.dim
     if in_fp32:
-        variables += 14 * s.tokens * s.dim
+        of_norm_and_sum = 14
+        if s.compile_block:
+            # the norm's output and the routed sum in fp32, and bf16 copies; with shared experts the sum of both, their
+            # output and its copy, and where scores come last one more of the routed sum
+            with_shared = 18 if moe.score_before_experts else 20
+            of_norm_and_sum = with_shared if moe.shared_hidden else 12
+        variables += of_norm_and_sum * s.tokens * s.dim
     else:  # scored after the experts, the sum is an fp32 product, and so is its gradient
         variables += ((3 if moe.score_before_experts else 5) + (moe.shared_hidden > 0)) * wide
     if s.tp > 1:  # the gradient gathered to full width

@@ -18,7 +18,7 @@ from titan_tune.estimate.activations import (
     saved_weights_of_blocks,
 )
 from titan_tune.estimate.backward import ExpertsBackward, experts_backward, working_set
-from titan_tune.estimate.parameters import ParamPath, Shapes
+from titan_tune.estimate.parameters import ParamPath, Recompute, Shapes
 
 EMBEDDING_SORT_MIN_TOKENS = 3072
 """``embedding_dense_backward`` sorts its indices from here on."""
@@ -110,7 +110,7 @@ def autocast_phases(s: Shapes) -> tuple[Phase, ...]:
         }
         phases.append(Phase("loss_forward", state | forward))
     dout = size * s.tokens * s.dim
-    around = _Around(state, saved, dout, _gradients_behind(s, size * (table + s.dim)), _no_buffers)
+    around = _Around(state, saved, dout, _gradients_behind(s, size * (table + s.dim)), _no_buffers, {})
     phases += _block_phases(s, around)
     every_gradient = state | {"gradients": held_bytes}
     phases.append(
@@ -138,6 +138,8 @@ class _Around(NamedTuple):
     """Of the blocks behind that one and of the output, bytes."""
     extra: Callable[[int], dict[str, float]]
     """Buffers of ``fully_shard`` around that block."""
+    working_sets: dict[Recompute, tuple[float, float]]
+    """:func:`working_set` of the dense blocks, filled as it is asked for."""
 
 
 def _no_buffers(layer: int) -> dict[str, float]:
@@ -180,8 +182,11 @@ def _backward_of(s: Shapes, around: _Around, layer: int, name: str) -> Phase:
     }
     mode = block_mode(s, layer)
     if not s.is_moe(layer):
-        alike = s if mode is s.recompute else s._replace(recompute=mode)
-        need, score_need = working_set(alike)
+        found = around.working_sets.get(mode)
+        if found is None:
+            alike = s if mode is s.recompute else s._replace(recompute=mode)
+            found = around.working_sets[mode] = working_set(alike)
+        need, score_need = found
         items["working_set"] = need
         items["attention_scores_backward"] = score_need
         return Phase(name, items)
@@ -288,7 +293,7 @@ def fsdp_phases(s: Shapes) -> tuple[Phase, ...]:
             extra["gradients"] = 0.0
         return extra
 
-    around = _Around(state, saved, dout, _gradients_behind(s, output_shard), buffers_around)
+    around = _Around(state, saved, dout, _gradients_behind(s, output_shard), buffers_around, {})
     phases += _block_phases(s, around)
     phases.append(Phase("embedding_reduce_scatter", state | scatter_embedding))
     phases.append(Phase("optimizer", state | {"gradients": sharded * held_bytes}))
@@ -373,7 +378,7 @@ def plain_phases(s: Shapes) -> tuple[Phase, ...]:
         *gathers,
         *_block_phases(
             s,
-            _Around(state, saved, dout, _gradients_behind(s, size * (table + s.dim)), _no_buffers),
+            _Around(state, saved, dout, _gradients_behind(s, size * (table + s.dim)), _no_buffers, {}),
         ),
         Phase("embedding_backward", state | embedding),
         Phase("optimizer", state | step),

@@ -244,7 +244,8 @@ def _held_at(stages: list[Stage], moment: Moment, k: _Costs, of_rank: _Gradients
             gradients += stage.gradient_bytes
         if is_late and is_sharded:
             gradients += stage.compute_params_bytes
-    is_sending = kind == BACKWARD and (from_before or accumulated[position])
+    # several stages' schedules wait for each send, 1F1B and GPipe only before the next one
+    is_sending = kind == BACKWARD and len(stages) == 1 and (from_before or accumulated[position])
     if is_sending and not stages[position].is_first:
         activations += k.hidden  # the previous input gradient is still being sent
     return activations, scores, logits, max(0.0, gradients)
@@ -284,7 +285,7 @@ def _rows_of(
     )
     if stage.is_first:
         row = (
-            activations - stage.activations,
+            activations - stage.activations + k.hidden,  # of this microbatch the stage's output is left
             scores - stage.scores,
             logits - stage.logits,
             gradients,
