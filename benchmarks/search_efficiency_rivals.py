@@ -39,6 +39,9 @@ class Case:
     items: Mapping[str, PoolItem]
     """Feasible candidates with a row, best prediction first, the job as it was among them."""
     baseline: str
+    """Where every search begins."""
+    has_job: bool
+    """Whether that is the job as it was, and not what stands in for it."""
 
     @cached_property
     def labels(self) -> dict[str, tuple[str, ...]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 
 from titan_tune.catalog.loader import gpu_spec
@@ -45,6 +45,7 @@ SHAPES = {
     "3B": "[titan_tune.model_args]\ndim=3072\nn_layers=28\nn_heads=24\nn_kv_heads=8\nffn_dim_multiplier=1.0\n"
     "multiple_of=256\nvocab_size=128256\nrope_theta=500000",
     "8B": "",
+    "70B": "",
 }
 AC = ["none", "selective-op", "selective-2", "full", "memory_budget-0.5"]
 MODES = ["off", "default", "max-autotune", "reduce-overhead"]
@@ -155,10 +156,18 @@ START_SECONDS = {"off": 8.0, "default": 40.0, "max-autotune": 150.0, "reduce-ove
 
 def plan_of(name: str) -> Plan:
     """The plan of one space."""
-    entry = SPACES[name]
+    return plan_from(name, SPACES[name])
+
+
+def plan_from(name: str, entry: Mapping[str, object]) -> Plan:
+    """The plan of a space written like those in ``SPACES``; ``gpus`` counts those of each of its ``nodes``."""
     flavor = str(entry["flavor"])
     text = JOB.format(shape=SHAPES[flavor], **{"dtype": "", **entry})
-    cluster = ClusterSpec(gpu=gpu_spec(str(entry.get("gpu", "h200"))), gpus_per_node=int(str(entry["gpus"])))
+    cluster = ClusterSpec(
+        gpu=gpu_spec(str(entry.get("gpu", "h200"))),
+        gpus_per_node=int(str(entry["gpus"])),
+        num_nodes=int(str(entry.get("nodes", 1))),
+    )
     return make_plan(space_from_job(job_from_text(text, name=name), cluster, axes=entry["axes"]))  # type: ignore[arg-type]
 
 

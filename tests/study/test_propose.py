@@ -17,7 +17,6 @@ from titan_tune.study.correction import (
     averaged,
     posterior,
     posterior_mean,
-    success_chance,
 )
 from titan_tune.study.pool import (
     SD_CANDIDATE,
@@ -28,7 +27,7 @@ from titan_tune.study.pool import (
     PoolItem,
     effects_variance,
 )
-from titan_tune.study.propose import expected_improvement, outlook, propose
+from titan_tune.study.propose import SURPRISE_CHANCE, expected_improvement, outlook, propose
 from titan_tune.study.similarity import label_similarity
 
 AXES = {
@@ -76,10 +75,11 @@ def test_one_probe_teaches_about_every_candidate_with_its_label():
 
 
 def test_a_cheap_probe_goes_before_a_dear_one_of_about_the_same_gain():
-    dear = [replace(item, seconds=300.0 if item.choices["ac"] == "full" else 60.0) for item in POOL]
-    seen = [observe(dear[0])]
+    pool = [replace(item, predicted=100.0 + 0.1 * place) for place, item in enumerate(POOL)]
+    dear = [replace(item, seconds=300.0 if item.choices["ac"] == "full" else 60.0) for item in pool]
+    seen = [observe(pool[0])]
     excluded = frozenset(IDS[:1])
-    assert chosen(POOL, seen, excluded=excluded).choices["ac"] == "full"
+    assert chosen(pool, seen, excluded=excluded).choices["ac"] == "full"
     assert chosen(dear, seen, excluded=excluded).choices["ac"] != "full"
 
 
@@ -238,15 +238,34 @@ def test_failures_of_a_label_make_its_candidates_less_likely():
     assert near < far <= 1.0
 
 
-@given(fate=st.lists(st.floats(0.0, 8.0), min_size=1, max_size=8), data=st.data())
-def test_a_failure_lowers_and_a_success_raises_the_chance(fate, data):
-    failed = np.array(data.draw(st.lists(st.booleans(), min_size=len(fate), max_size=len(fate))))
-    column = np.array(fate)[:, None]
-    chance = success_chance(column, failed)[0]
-    assert 0.0 < chance < 1.0
-    worse = success_chance(np.vstack([column, [[1.0]]]), np.append(failed, True))[0]
-    better = success_chance(np.vstack([column, [[1.0]]]), np.append(failed, False))[0]
-    assert worse < chance < better
+def test_a_label_never_tried_may_surprise():
+    """The model was right about four probes, all without rowwise: that leaves more doubt about rowwise."""
+    pool = Pool.of(POOL)
+    off = [item for item in POOL if item.choices["float8"] == "off"]
+    after = outlook(pool, [observe(item) for item in off[:4]])
+    rowwise = np.array([item.choices["float8"] == "rowwise" for item in POOL])
+    tried = np.array([item in off[:4] for item in POOL])
+    assert after.surprise[rowwise].min() > after.surprise[~rowwise].max()
+    assert (after.surprise[tried] == 0.0).all()
+    one_unseen = [after.surprise[POOL.index(item)] for item in POOL if item.choices["float8"] == "rowwise"]
+    assert min(one_unseen) == pytest.approx(SURPRISE_CHANCE)
+
+
+def test_a_surprise_is_what_keeps_a_search_going():
+    """A label predicted 10 % slower, after many probes that the model was right about."""
+    pool = [replace(item, predicted=100.0 if item.choices["float8"] == "off" else 90.0) for item in POOL]
+    seen = [observe(item) for item in pool if item.choices["float8"] == "off"]
+    tried = frozenset(o.item.config_id for o in seen)
+    known = [*seen, observe(pool[-1])]
+    unknown = propose(pool, seen, excluded=tried)
+    assert unknown.expected_gain > 0.001
+    assert pool[unknown.index].choices["float8"] == "rowwise"
+    assert propose(pool, known, excluded=tried | {pool[-1].config_id}).expected_gain < 0.001
+
+
+def test_gains_need_something_to_gain_over():
+    with pytest.raises(ValueError, match="nothing yet to gain over"):
+        outlook(Pool.of(POOL), []).gains()
 
 
 def test_the_outlook_reproduces_what_was_measured():
@@ -343,3 +362,8 @@ def test_expected_improvement_matches_sampling():
     expected = np.maximum(samples - 1.15, 0).mean()
     value = expected_improvement(np.array([0.1]), np.array([0.2]), 1.15)[0]
     assert value == pytest.approx(expected, rel=0.02)
+
+
+def test_nothing_is_gained_far_below_the_best():
+    value = expected_improvement(np.array([0.0, 0.0]), np.array([0.01, 1.0]), 2.0)
+    assert value[0] == 0.0 < value[1]

@@ -7,7 +7,8 @@ from titan_tune.domain.probe import ProbeSettings, ProbeSpec, ProbeStatus
 from titan_tune.errors import InputError
 from titan_tune.probe.replay import ReplayRunner
 from titan_tune.probe.statistics import MINIMUM_TO_JUDGE
-from titan_tune.study.table import DEFAULT_RUN_NOISE, TableReplay, read_table
+from titan_tune.study.pool import PoolItem
+from titan_tune.study.table import DEFAULT_RUN_NOISE, TableReplay, read_table, stand_in
 
 HEADER = {
     "kind": "table",
@@ -148,3 +149,30 @@ def test_a_runner_answers_from_a_table(write, tmp_path):
         ProbeSpec("slow", tmp_path / "trial", "", 2, "cuda", ProbeSettings(), tmp_path, 1000.0)
     )
     assert handle.poll().status is ProbeStatus.COMPLETED
+
+
+def test_the_header_tells_the_noise_between_runs_where_there_are_no_repeats(write):
+    told, untold = {**HEADER, "run_noise": 0.2}, HEADER
+    draws = {}
+    for header in (told, untold):
+        name = str(header.get("run_noise"))
+        replay = TableReplay(read_table(write(header, SLOW)), seed=1)
+        draws[name] = [replay.draw("slow").tokens_per_second for _ in range(50)]
+    assert max(draws["0.2"]) > 120.0 > 105.0 > max(draws["None"])
+
+
+def test_what_stands_in_for_a_job_without_a_row_is_near_it_and_slow():
+    job = {"ac": "op", "compile": "off", "batch": "4"}
+    far = PoolItem("far", {"ac": "none", "compile": "default", "batch": "4"}, 1.0)
+    near = PoolItem("near", {"ac": "op", "compile": "default", "batch": "4"}, 90.0)
+    fast = PoolItem("fast", {"ac": "op", "compile": "max", "batch": "4"}, 100.0)
+    assert stand_in(job, [far, fast, near]) is near
+    assert stand_in(job, [far]) is far
+    with pytest.raises(ValueError):
+        stand_in(job, [])
+
+
+def test_an_axis_that_only_one_of_them_has_counts_as_a_difference():
+    with_more = PoolItem("more", {"ac": "op", "float8": "off"}, 1.0)
+    without = PoolItem("without", {"ac": "op"}, 2.0)
+    assert stand_in({"ac": "op"}, [with_more, without]) is without

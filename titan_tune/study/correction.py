@@ -11,11 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from titan_tune.study.pool import Array
-
-Mask = npt.NDArray[np.bool_]
 
 
 class Prior(NamedTuple):
@@ -35,10 +32,8 @@ SPEED = tuple(Prior(offset=0.3, scale=scale, noise=0.006) for scale in SCALES)
 """Of log(measured / predicted tokens/s); priors of equal weight."""
 UNSCALED = Prior(offset=30.0, scale=4.0, noise=0.006)
 """Likewise where the prediction has no scale: 1 for every candidate of a model that no formula covers."""
-DURATION = Prior(offset=0.5, scale=6.0, noise=0.15)
+DURATION = Prior(offset=0.4, scale=6.0, noise=0.15)
 """Of log(measured / guessed seconds of a probe)."""
-PRIOR_SUCCESSES = 8.0
-PRIOR_FAILURES = 0.5
 
 
 class Seen(NamedTuple):
@@ -108,13 +103,3 @@ def speed_correction(cross: Array, variance: float, seen: Seen) -> Posterior:
     """Of log(measured / predicted tokens/s); see :func:`posterior`."""
     priors = (*SPEED, UNSCALED) if len(seen.log_ratios) else SPEED
     return averaged([posterior(cross, variance, seen, prior) for prior in priors])
-
-
-def success_chance(fate: Array, failed: Mask) -> Array:
-    """Chance that candidates run, by the probes alone: each counts by how many labels it shares with them.
-
-    ``fate`` is :attr:`Common.fate`, shape (probes, candidates).
-    """
-    bad = PRIOR_FAILURES + fate[failed].sum(axis=0)
-    good = PRIOR_SUCCESSES + fate[~failed].sum(axis=0)
-    return np.asarray(good / (good + bad))

@@ -28,8 +28,6 @@ EFFECTIVE_AXES = 4
 """Labels' variances add up over at most this many axes."""
 DEFAULT_SECONDS = 60.0
 """What a probe takes where nobody guessed; seen on H200: 24 to 60 s, more with max-autotune."""
-FATE_WEIGHT = 8.0
-"""Of a probe, in units of the prior's, for the candidate itself; by the fourth power of the share of equal labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +100,19 @@ class Pool:
 
 
 class Common(NamedTuple):
-    """What candidates have in common with one other; arrays of one length."""
+    """What candidates have in common with one other."""
 
     effects: Array
-    """Prior covariance of their effects at scale 1."""
-    fate: Array
-    """How much the one's failure or success counts for theirs."""
+    """Prior covariance of their effects at scale 1, shape (candidates,)."""
+    alike: tuple[Array, ...]
+    """Of every axis: how alike each of the pool's labels is to the other's."""
 
 
 def common(pool: Pool, other: PoolItem) -> Common:
     """What the candidates of ``pool`` have in common with ``other``, on the pool's axes."""
     count, axes = len(pool.items), len(pool.axes)
     labels, squares, equal = np.zeros(count), np.zeros(count), np.zeros(count)
+    found = []
     for place, axis in enumerate(pool.axes):
         label = other.choices.get(axis, "")
         alike = np.array([label_similarity(own, label) for own in pool.labels[place]])
@@ -121,8 +120,8 @@ def common(pool: Pool, other: PoolItem) -> Common:
         labels += alike[codes]
         squares += (alike**2)[codes]
         equal += (alike == 1.0)[codes]
-    share = equal / axes if axes else np.ones(count)
-    return Common(_effects(labels, squares, equal, axes), FATE_WEIGHT * share * share * share * share)
+        found.append(alike)
+    return Common(_effects(labels, squares, equal, axes), tuple(found))
 
 
 def _effects(labels: Array, squares: Array, equal: Array, axes: int) -> Array:

@@ -5,8 +5,10 @@ float8 probe teaches about every float8 candidate. How wrong the model is, is no
 ``SCALES`` are weighed by how well each explains the probes. How long a probe takes is learned in the same way, from a
 guess for every candidate.
 
-The next probe is the one with the largest expected gain over the best so far, times the chance that it runs at all,
-per expected second. Probes in flight count as if they had measured what is expected of them.
+The next probe is the one with the largest expected gain over the best so far, times the chance that it runs at all
+(``study.failures``), per expected second. The gain allows for a surprise: a model that was right so far may still be
+wrong about a label that was never tried, by more than those scales make likely. Probes in flight count as if they had
+measured what is expected of them.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from titan_tune.study.correction import DURATION, Seen, posterior_mean, speed_correction, success_chance
+from titan_tune.study.correction import DURATION, Seen, posterior_mean, speed_correction
+from titan_tune.study.failures import success_chance
 from titan_tune.study.pool import Array, Observation, Pool, PoolItem, effects_variance
 
 __all__ = ["Observation", "Outlook", "Pool", "PoolItem", "Proposal", "outlook", "propose"]
 
 FAILURE_SHARE = 0.6
 """Of a probe's seconds, when it fails: most fail at or before the first step."""
-WORTHWHILE = 0.5
+SURPRISE_CHANCE, SURPRISE = 0.1, 0.15
+"""Chance that the model is wrong altogether about a label, whatever it got right elsewhere, and the standard deviation
+of what such a label is worth in log(measured / predicted)."""
+WORTHWHILE = 0.9
 """Only candidates with at least this share of the largest expected gain compete on seconds."""
 
 
@@ -47,11 +53,17 @@ class Proposal:
     """Expected duration of its probe."""
 
 
+HOPELESS = 6.0
+"""Standard deviations below the best so far from which on nothing is gained: less than a billionth of one."""
+
+
 def expected_improvement(mean: Array, sd: Array, best: float) -> Array:
     """Expected gain of a log-normal over ``best``, in the units of ``best`` (mean and sd are of the logarithm)."""
-    z = (mean + sd**2 - math.log(best)) / sd
+    gain = np.zeros(len(mean))
+    hopeful = mean - math.log(best) > -HOPELESS * sd
+    mean, sd = mean[hopeful], sd[hopeful]
     z0 = (mean - math.log(best)) / sd
-    gain = np.exp(mean + sd**2 / 2) * _cdf(z) - best * _cdf(z0)
+    gain[hopeful] = np.exp(mean + sd**2 / 2) * _cdf(z0 + sd) - best * _cdf(z0)
     return np.maximum(gain, 0.0)
 
 
@@ -71,12 +83,33 @@ class Outlook:
     """Chance that each runs."""
     seconds: Array
     """Expected duration of a probe that runs through."""
+    surprise: Array
+    """Chance that the model is wrong altogether about a label that no probe has had yet."""
     best: float | None
     """Highest tokens/s per GPU of what was measured or is in flight, as the probes together say."""
 
     def of(self, rows: npt.NDArray[np.intp]) -> Outlook:
         """Only of some candidates."""
-        return Outlook(self.log_mean[rows], self.sd[rows], self.success[rows], self.seconds[rows], self.best)
+        return Outlook(
+            log_mean=self.log_mean[rows],
+            sd=self.sd[rows],
+            success=self.success[rows],
+            seconds=self.seconds[rows],
+            surprise=self.surprise[rows],
+            best=self.best,
+        )
+
+    def gains(self) -> Array:
+        """Expected gain over ``best``, as a fraction of it, of candidates that run.
+
+        Raises:
+            ValueError: nothing was measured and nothing is in flight.
+        """
+        if self.best is None:
+            raise ValueError("there is nothing yet to gain over")
+        wide = np.hypot(self.sd, SURPRISE)
+        usual, unusual = (expected_improvement(self.log_mean, sd, self.best) for sd in (self.sd, wide))
+        return ((1.0 - self.surprise) * usual + self.surprise * unusual) / self.best
 
 
 def outlook(pool: Pool, observations: Sequence[Observation], *, pending: Sequence[PoolItem] = ()) -> Outlook:
@@ -102,7 +135,8 @@ def outlook(pool: Pool, observations: Sequence[Observation], *, pending: Sequenc
     return Outlook(
         log_mean=speed.mean + pool.log_predicted,
         sd=speed.sd,
-        success=_success_after(pool, observations) * pool.success,
+        success=success_chance(pool, observations),
+        surprise=_surprise_chance(pool, known),
         seconds=np.exp(pool.log_seconds + _duration_correction(cross, seen.among, ran)),
         best=math.exp(log_known.max()) if known else None,
     )
@@ -116,18 +150,22 @@ def _duration_correction(cross: Array, among: Array, ran: Sequence[tuple[Observa
     return posterior_mean(cross[places], seen, DURATION)
 
 
+def _surprise_chance(pool: Pool, known: Sequence[PoolItem]) -> Array:
+    """From the labels of each candidate that no known one has; one like theirs counts in part."""
+    unseen = np.zeros(len(pool.items))
+    alike = [pool.common(item).alike for item in known]
+    for axis, labels in enumerate(pool.labels):
+        seen = np.max([np.zeros(len(labels)), *(one[axis] for one in alike)], axis=0)
+        unseen += (1.0 - seen)[pool.codes[axis]]
+    return np.asarray(1.0 - (1.0 - SURPRISE_CHANCE) ** unseen)
+
+
 def _effects_of(pool: Pool, others: Sequence[PoolItem]) -> Array:
     return np.array([pool.common(item).effects for item in others]).reshape(len(others), len(pool.items))
 
 
 def _among(items: Sequence[PoolItem], axes: Sequence[str]) -> Array:
     return _effects_of(Pool.of(items, axes), items)
-
-
-def _success_after(pool: Pool, observations: Sequence[Observation]) -> Array:
-    fate = np.array([pool.common(o.item).fate for o in observations])
-    failed = np.array([o.measured is None for o in observations], dtype=bool)
-    return success_chance(fate.reshape(len(observations), len(pool.items)), failed)
 
 
 def propose(
@@ -152,7 +190,7 @@ def propose(
     if after.best is None:
         place, gain = int(np.argmax(np.exp(after.log_mean) * after.success)), math.inf
     else:
-        gains = expected_improvement(after.log_mean, after.sd, after.best) * after.success / after.best
+        gains = after.gains() * after.success
         cost = after.seconds * (after.success + FAILURE_SHARE * (1.0 - after.success))
         place = int(np.argmax(np.where(gains >= WORTHWHILE * gains.max(), gains / cost, -1.0)))
         gain = float(gains[place])

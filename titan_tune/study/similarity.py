@@ -27,7 +27,7 @@ def label_similarity(a: str, b: str) -> float:
 
 
 def _likeness(a: str, b: str) -> float:
-    first, second = _number(a), _number(b)
+    first, second = number(a), number(b)
     if first is not None and second is not None:
         return math.exp(-abs(math.log2(first / second)) / DOUBLINGS)
     if first is not None or second is not None:
@@ -37,7 +37,8 @@ def _likeness(a: str, b: str) -> float:
 
 
 @lru_cache(maxsize=10_000)
-def _number(label: str) -> float | None:
+def number(label: str) -> float | None:
+    """The positive number that a label is, if any."""
     try:
         value = float(label)
     except ValueError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,7 @@ from titan_tune.domain.candidate import Value
 from titan_tune.domain.probe import Measurement, ProbeOutcome, ProbeSpec, ProbeStatus, RankMemory
 from titan_tune.errors import InputError
 from titan_tune.probe.statistics import MINIMUM_TO_JUDGE, cannot_win
+from titan_tune.study.pool import PoolItem
 
 
 class _Line(BaseModel):
@@ -52,6 +53,8 @@ class TableHeader(_Line):
     torchtitan: str = ""
     baseline: str | None = None
     """Config id of the job as it was."""
+    run_noise: NonNegativeFloat | None = None
+    """Standard deviation of the logarithm between runs of one configuration, where known without repeats."""
 
 
 class TableRow(_Line):
@@ -122,6 +125,24 @@ class MeasuredTable:
         return (squares / degrees) ** 0.5 if degrees else None
 
 
+def stand_in(choices: Mapping[str, str], items: Iterable[PoolItem]) -> PoolItem:
+    """Where a replay begins when the job as it was, with these ``choices``, has no row.
+
+    The item that differs from it on the fewest axes; of several the slowest predicted, so that no search gets a
+    head start.
+
+    Raises:
+        ValueError: there are no items.
+    """
+
+    def key(item: PoolItem) -> tuple[int, float, str]:
+        axes = choices.keys() | item.choices.keys()
+        different = sum(choices.get(axis) != item.choices.get(axis) for axis in axes)
+        return different, item.predicted, item.config_id
+
+    return min(items, key=key)
+
+
 Line = TypeVar("Line", bound=_Line)
 
 
@@ -189,15 +210,15 @@ class TableReplay:
     """Probes answered from a table, with noise as measured: each is a bootstrap of a configuration's step times.
 
     Where the table has repeats one of them is drawn, and the spread between all repeats of the table is added;
-    otherwise ``DEFAULT_RUN_NOISE``. The same seed and order of probes give the same answers. Use
-    ``ReplayRunner(TableReplay(table, seed=0).outcome_of)`` to run a whole search.
+    otherwise what its header says, or ``DEFAULT_RUN_NOISE``. The same seed and order of probes give the same answers.
+    Use ``ReplayRunner(TableReplay(table, seed=0).outcome_of)`` to run a whole search.
     """
 
     def __init__(self, table: MeasuredTable, *, seed: int) -> None:
         self.table = table
         self._random = random.Random(seed)
-        noise = table.repeat_noise
-        self._noise = DEFAULT_RUN_NOISE if noise is None else noise
+        known = (table.repeat_noise, table.header.run_noise, DEFAULT_RUN_NOISE)
+        self._noise = next(noise for noise in known if noise is not None)
 
     def draw(self, config_id: str) -> Draw:
         """One probe of a configuration of the table."""
