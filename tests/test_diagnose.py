@@ -598,13 +598,63 @@ def test_a_trial_folder(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_outcome_of_a_trial_is_heard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stopped = (LOGS / "cpu_stopped_by_sigterm.log").read_text(encoding="utf-8")
     (tmp_path / "stdout.log").write_text(stopped)
-    for status, first in (("completed", None), ("hang", "stopped")):
+    for status, expected in (
+        ("completed", []),
+        ("hang", ["probe-hang"]),
+        ("timeout", ["probe-timeout"]),
+        ("cancelled", ["probe-cancelled"]),
+        ("infrastructure", ["stopped"]),
+    ):
         (tmp_path / "outcome.json").write_text(json.dumps({"status": status, "message": "enough"}))
-        rules = [f["rule"] for f in as_json(tmp_path, capsys)["findings"] if f["rule"] != UNMEASURED]
-        assert (rules[0] if rules else None) == first
+        for path in (tmp_path, tmp_path / "stdout.log"):
+            rules = [f["rule"] for f in as_json(path, capsys)["findings"] if f["rule"] != UNMEASURED]
+            assert rules == expected
     (tmp_path / "stdout.log").write_text(SINGLE)
     (tmp_path / "outcome.json").write_text(json.dumps({"status": "timeout", "message": "no step for 300 s"}))
     assert as_json(tmp_path, capsys)["findings"][0]["rule"] == "probe-timeout"
+
+
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        ("completed", "steps: {n} of {n}, completed"),
+        (None, "steps: {n} of {n}, all done, but torchtitan's last line is missing"),
+    ],
+)
+def test_all_steps_without_torchtitans_last_line(tmp_path: Path, status: str | None, says: str) -> None:
+    (tmp_path / "stdout.log").write_text(SINGLE.replace("Training completed", ""))
+    if status is not None:
+        (tmp_path / "outcome.json").write_text(json.dumps({"status": status, "message": ""}))
+    steps = run_facts(parse_log(SINGLE)).total_steps
+    text = shown(tmp_path)
+    assert says.format(n=steps) in text
+    assert ("outcome: completed\n" in text) == (status is not None)
+
+
+def test_a_probe_that_had_measured_enough_says_so(tmp_path: Path) -> None:
+    (tmp_path / "stdout.log").write_text((LOGS / "cpu_stopped_by_sigterm.log").read_text(encoding="utf-8"))
+    (tmp_path / "outcome.json").write_text(json.dumps({"status": "completed", "message": "12 steps"}))
+    text = shown(tmp_path)
+    assert "ended early: titan-tune had measured enough" in text
+    assert "stopped from outside" not in text and "not completed" not in text
+
+
+@pytest.mark.parametrize("accumulation", [1, 4, 16])
+def test_the_placeholder_of_a_pipeline_stage_without_the_loss(accumulation: int) -> None:
+    text = (
+        (LOGS / "cpu_pipeline_gpipe.log")
+        .read_text(encoding="utf-8")
+        .replace("-1.00000", f"{-accumulation}.00000")
+    )
+    both = run_facts(parse_log(text))
+    assert both.first_loss == 8.14422
+    first_stage = parse_log("\n".join(line for line in text.splitlines() if not line.startswith("[rank1]")))
+    assert first_stage.steps and run_facts(first_stage).first_loss is None
+
+
+def test_what_is_no_file_is_not_called_missing() -> None:
+    with pytest.raises(InputError, match="/dev/null is neither a file nor a folder"):
+        read_run(Path("/dev/null"))
 
 
 def test_a_folder_of_ranks(tmp_path: Path) -> None:

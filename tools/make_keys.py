@@ -22,6 +22,10 @@ OUTPUT = Path(__file__).parent.parent / "titan_tune" / "titan" / "keys.json"
 # torch.utils.checkpoint (determinism checks), functorch's partitioner (memory budget in [0, 1]), and
 # parallelize.py/loss.py: only "model" and "loss" are ever looked up in compile.components.
 POSITIVE = {"minimum": 1}
+# Of a batch and a sequence no torchtitan bound exists; these are far above any job, and keep sizes finite.
+LOCAL_BATCH = {"minimum": 1, "maximum": 1_000_000}
+GLOBAL_BATCH = {"minimum": 1, "maximum": 1_000_000_000, "also": [-1]}
+SEQUENCE = {"minimum": 1, "maximum": 100_000_000}
 CONSTRAINTS: dict[str, dict[str, Any]] = {
     "parallelism.data_parallel_replicate_degree": POSITIVE,
     "parallelism.data_parallel_shard_degree": {"minimum": 1, "also": [-1]},
@@ -30,14 +34,14 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "parallelism.context_parallel_degree": POSITIVE,
     "parallelism.expert_parallel_degree": POSITIVE,
     "parallelism.expert_tensor_parallel_degree": POSITIVE,
-    "parallelism.pipeline_parallel_microbatch_size": POSITIVE,
+    "parallelism.pipeline_parallel_microbatch_size": LOCAL_BATCH,
     "parallelism.pipeline_parallel_layers_per_stage": POSITIVE,
     "parallelism.pipeline_parallel_first_stage_less_layers": {"minimum": 0},
     "parallelism.pipeline_parallel_last_stage_less_layers": {"minimum": 0},
     "parallelism.context_parallel_load_balancer": {"choices": ["headtail", "ptrr"]},
-    "training.local_batch_size": POSITIVE,
-    "training.global_batch_size": {"minimum": 1, "also": [-1]},
-    "training.seq_len": POSITIVE,
+    "training.local_batch_size": LOCAL_BATCH,
+    "training.global_batch_size": GLOBAL_BATCH,
+    "training.seq_len": SEQUENCE,
     "training.steps": POSITIVE,
     "training.gc_freq": POSITIVE,
     "training.dataloader.num_workers": {"minimum": 0},

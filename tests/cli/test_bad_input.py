@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sqlite3
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "axis.toml").write_text(SPACE + 'activation_chekpoint = ["none"]\n')
     (tmp_path / "value.toml").write_text(SPACE + 'float8 = ["tensorwize"]\n')
     (tmp_path / "probe.toml").write_text(SPACE + "[probe]\nstep = 3\n")
+    (tmp_path / "axess.toml").write_text(SPACE.replace("[axes]", "[axess]"))
     (tmp_path / "nobase.toml").write_text('[axes]\ncompile = ["off"]\n')
     return tmp_path
 
@@ -87,7 +89,27 @@ def one_line(capsys) -> str:
         (["search", "value.toml"], 2, ["value.toml", "float8", "tensorwize", "tensorwise"]),
         (["search", "probe.toml"], 2, ["probe.toml", "step", "steps"]),
         (["search", "nobase.toml"], 2, ["nobase.toml", "base"]),
+        (["search", "axess.toml"], 2, ["axess.toml", "unknown key 'axess' (did you mean axes?)"]),
+        (["estimate", "axess.toml"], 2, ["axess.toml", "is a search space"]),
         (["search", "job.toml", "--runner", "cloud"], 2, ["--runner", "cloud", "local"]),
+        (["search", "job.toml", "--max-gpu-hours", "0"], 2, ["--max-gpu-hours", "0 is not a number above 0"]),
+        (["search", "job.toml", "--max-hours", "nan"], 2, ["--max-hours", "nan is not a number above 0"]),
+        (["search", "job.toml", "--study", "a/b"], 2, ["--study", "'a/b' is not a plain name"]),
+        (["search", "job.toml", "--study", ""], 2, ["--study", "'' is not a plain name"]),
+        (["search", "job.toml", "--storage", "foo"], 2, ["--storage: foo", ".journal", "postgresql://"]),
+        (
+            ["search", "job.toml", "--storage", "oracel://u:secret@h/d"],
+            2,
+            ["oracel://u:***@h/d", "sqlite:///"],
+        ),
+        (
+            ["search", "job.toml", "--storage", "postgresql://u:secret@h:po/d"],
+            2,
+            ["--storage", "a port is a number"],
+        ),
+        (["search", "job.toml", "--runs-dir", "job.toml"], 2, ["--runs-dir", "job.toml is a file"]),
+        (["estimate", "job.toml", "--set", "model.flavor=9B"], 2, ["--set model.flavor=9B", "debugmodel"]),
+        (["search", "space.toml", "--set", "model.flavor=9B"], 2, ["--set model.flavor=9B", "debugmodel"]),
         (["export", "nothing"], 2, ["nothing", "no such study"]),
         (["export", "nothing", "--format", "yaml"], 2, ["--format", "yaml", "toml"]),
         (["report", "nothing"], 2, ["nothing", "no such study"]),
@@ -104,6 +126,32 @@ def test_one_clear_line(files, capsys, arguments, code, words):
     assert line.startswith("titan-tune: ")
     for word in words:
         assert word in line
+    assert "secret" not in line
+    assert not (files / "runs").exists()
+
+
+def test_the_command_alone_prints_the_help(capsys):
+    assert run([]) == 2
+    printed = capsys.readouterr().err
+    assert run(["-h"]) == 0
+    assert capsys.readouterr().out == printed
+    assert "Commands:\n  estimate " in printed and "--debug" in printed
+    assert run(["estimate", "-h"]) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [["diagnose", "-h"], ["estimate", "job.toml", "--gpus", "8", "--gpu", "h200", "--json"]]
+)
+@pytest.mark.parametrize("closed", ["stdout", "both"])
+def test_a_closed_pipe_ends_as_for_other_tools_and_says_nothing(files, arguments, closed):
+    code = f"from titan_tune.cli import main; main({arguments!r})"
+    reading, writing = os.pipe()
+    os.close(reading)
+    error = writing if closed == "both" else subprocess.PIPE
+    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=error, cwd=files)
+    os.close(writing)
+    assert done.returncode == 141
+    assert not done.stderr
 
 
 def test_impossible_degrees_are_exit_code_3_with_the_rule(files, capsys):

@@ -100,6 +100,45 @@ def test_bad_options_are_one_line(space, capsys, arguments, words):
     assert all(word in line for word in words)
 
 
+def test_the_file_says_where_probes_run_unless_the_command_does(space, capsys, replayed):
+    text = (space / "space.toml").read_text()
+    (space / "space.toml").write_text(text + 'runner = "slurm"\n')
+    assert run(["search", "space.toml"]) == 0
+    assert len(replayed["slurm"]) == 1 and not replayed["dry-run"]
+    assert run(["search", "space.toml", "--study", "dry", "--runner", "dry-run"]) == 0
+    assert len(replayed["slurm"]) == 1 and len(replayed["dry-run"]) == 1
+
+
+def test_a_second_ctrl_c_says_that_everything_is_saved(space, capsys, replayed, monkeypatch):
+    def interrupted(search):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search_module.Search, "run", interrupted)
+    assert run(["search", "space.toml", "--runner", "slurm"]) == 130
+    line = last_line(capsys)
+    assert f"saved in {space / 'runs' / 'space'}; the same command resumes" in line
+    monkeypatch.setattr("titan_tune.study.plan.make_plan", interrupted)
+    assert run(["search", "space.toml", "--study", "other", "--plan"]) == 130
+    assert last_line(capsys) == "titan-tune: interrupted"
+
+
+def test_a_storage_that_does_not_answer_leaves_no_folder(space, capsys, replayed):
+    url = "postgresql://u:secret@127.0.0.1:1/x"
+    assert run(["search", "space.toml", "--runner", "slurm", "--storage", url]) == 2
+    assert "127.0.0.1:1/x" in last_line(capsys)
+    assert not (space / "runs").exists()
+
+
+def test_a_renamed_study_goes_on_and_is_reported(space, capsys, replayed):
+    assert run(["search", "space.toml", "--runner", "slurm", "--study", "one"]) == 0
+    (space / "runs" / "one").rename(space / "runs" / "two")
+    assert run(["report", "two", "-o", "pages"]) == 0
+    assert (space / "pages" / "two.html").is_file()
+    assert run(["search", "space.toml", "--runner", "slurm", "--study", "two"]) == 0
+    first, second = (len(asked.started) for asked in replayed["slurm"])
+    assert first > 0 and second == 0, "its probes are known"
+
+
 def test_jobs_elsewhere_need_the_name_of_their_gpu(space, capsys, monkeypatch):
     monkeypatch.setattr(
         "titan_tune.machine.local_cluster", lambda: ClusterSpec(gpu=cpu_spec(2), gpus_per_node=2)

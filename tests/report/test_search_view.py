@@ -16,6 +16,7 @@ from titan_tune.space.axes import Budget
 from titan_tune.study.budget import Spent
 from titan_tune.study.plan import label_of
 from titan_tune.study.records import Role
+from titan_tune.study.selection import winner
 from titan_tune.study.view import Running, Snapshot
 
 
@@ -64,6 +65,34 @@ def test_the_summary_ranks_marks_the_baseline_and_says_what_failed():
     text = drawn(summary(records, numerics_axes=("float8",), world_size=8))
     assert "baseline" in text and "best: " in text and "GPU-hours" in text
     assert "took part in the finals" in text
+
+
+@pytest.mark.parametrize("width", [80, 111, 112, 200])
+def test_the_ranking_has_room_for_every_configuration(width):
+    records = full_study()[1]
+    text = drawn(summary(records, world_size=8), width=width)
+    assert all(len(line) <= width for line in text.splitlines())
+    best = winner(records).standing
+    words = " ".join(text.replace("│", " ").split())
+    assert f"1* {label_of(best.latest.choices)}" in words or width >= 112
+    assert f"{best.tokens_per_second:,.0f}" in text and "baseline" in text
+    assert "…" not in text.split("took part")[0]
+
+
+def test_nothing_measured_is_a_line_and_no_empty_table():
+    record = replace(full_study()[1][1], outcome=ProbeOutcome(ProbeStatus.OOM, "too large", 3.0))
+    cancelled = replace(record, outcome=ProbeOutcome(ProbeStatus.CANCELLED, "stopped by the search", 3.0))
+    assert drawn(summary([record, cancelled])).startswith("nothing was measured in 1 probe\n")
+    assert drawn(summary([])).startswith("nothing was measured in no probe\n")
+    assert "tokens/s" not in drawn(summary([record]))
+
+
+def test_cancelled_probes_are_not_counted():
+    records = full_study()[1]
+    ended = ProbeOutcome(ProbeStatus.CANCELLED, "stopped by the search", 0.0)
+    more = [*records, replace(records[1], number=99, outcome=ended)]
+    price = drawn(summary(records, world_size=8)).split("job as it is")[1].split("GPU-hours")[0]
+    assert price in drawn(summary(more, world_size=8))
 
 
 def test_text_from_a_study_is_never_read_as_markup():

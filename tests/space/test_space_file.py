@@ -214,6 +214,12 @@ def test_base_by_path_and_overrides(tmp_path: Path) -> None:
         ('compile = ["off"]', "[budget]\nmax_probes = 0", "budget.max_probes = 0"),
         ('compile = ["off"]', '[probe]\nsteps = "x"', "probe.steps = 'x'"),
         ('compile = ["off"]', "[probe]\nstep = 3", "did you mean steps"),
+        ('compile = ["off"]', '[probe]\nrunner = "slrum"', "probe.runner = 'slrum'"),
+        (
+            'compile = ["off"]',
+            "[probe]\nsteps = 5",
+            "probe.warmup_steps = 5: leaves nothing to measure of steps = 5",
+        ),
         ('compile = ["off"]', "[fixed]\nglobal_batch_size = 0", "fixed.global_batch_size = 0"),
         ('compile = ["off"]', "[fixed]\nseq_len = 5", "keys: global_batch_size"),
         ('compile = ["off"]', '[cluster]\ngpu = "h20000"', "cluster.gpu: "),
@@ -238,6 +244,7 @@ def test_one_line_for_what_is_wrong(tmp_path: Path, axes: str, rest: str, said: 
     [
         ("[axes]\ncompile = ['off']", "base is missing"),
         (BASE, "axes is missing"),
+        (BASE + "[axess]\ncompile = ['off']", "unknown key 'axess' (did you mean axes?)"),
         ("base = 3\n[axes]\ncompile = ['off']", "must be the path of a job file"),
         ("base = 'none.toml'\n[axes]\ncompile = ['off']", "no such file"),
         ("[base.training]\nseqlen = 3\n[axes]\ncompile = ['off']", "seq_len"),
@@ -253,6 +260,7 @@ def test_files_that_are_no_space(tmp_path: Path, text: str, said: str) -> None:
 
 def test_space_files_are_told_from_jobs(tmp_path: Path) -> None:
     assert is_space_file(write(tmp_path, "[axes]\n"))
+    assert is_space_file(write(tmp_path, BASE + "[axess]\n")), "a typing error in its name is not a job"
     assert not is_space_file(write(tmp_path, "[model]\n"))
     assert not is_space_file(write(tmp_path, "[axes\n"))
     assert not is_space_file(tmp_path)

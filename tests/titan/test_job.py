@@ -204,9 +204,10 @@ def value_of(key: Key) -> st.SearchStrategy[Any]:
     if key.type == "bool":
         return st.booleans()
     if key.type == "int":
-        return st.integers(int(key.minimum if key.minimum is not None else -1000), 2**40) | st.sampled_from(
-            key.also or (7,)
-        )
+        low, high = key.minimum, key.maximum
+        return st.integers(
+            -1000 if low is None else int(low), 2**40 if high is None else int(high)
+        ) | st.sampled_from(key.also or (7,))
     if key.type == "float":
         return st.floats(
             key.minimum if key.minimum is not None else -1e6,

@@ -26,7 +26,7 @@ def test_keys_json_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_keys_have_types_defaults_and_choices() -> None:
     known = keys()
-    assert known["training.seq_len"] == Key("training.seq_len", "int", 2048, minimum=1)
+    assert known["training.seq_len"] == Key("training.seq_len", "int", 2048, minimum=1, maximum=100_000_000)
     recipe = known["quantize.linear.float8.recipe_name"]
     assert (recipe.optional, recipe.default) == (True, None)
     assert recipe.choices == ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -67,12 +67,14 @@ def test_good_values(key: str, value: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("training.seq_len", "4k", ['"4k"', "a whole number of at least 1"]),
+        ("training.seq_len", "4k", ['"4k"', "a whole number from 1 to 100,000,000"]),
+        ("training.local_batch_size", 99999999999999999999, ["a whole number from 1 to 1,000,000"]),
+        ("training.global_batch_size", 10**10, ["a whole number from 1 to 1,000,000,000 or -1"]),
         ("training.seq_len", 4096.0, ["4096.0", "whole number"]),
         ("training.seq_len", True, ["true", "whole number"]),
-        ("training.seq_len", 0, ["0", "at least 1"]),
+        ("training.seq_len", 0, ["0", "from 1 to"]),
         ("training.seq_len", None, ["unset"]),
-        ("training.global_batch_size", -2, ["-2", "at least 1 or -1"]),
+        ("training.global_batch_size", -2, ["-2", "from 1 to 1,000,000,000 or -1"]),
         ("optimizer.lr", math.nan, ["a number"]),
         ("compile.enable", 1, ["true or false"]),
         ("compile.components", ["modle"], ["a list of model, loss", "did you mean model"]),

@@ -338,3 +338,9 @@ def make_rules_doc() -> ModuleType:
 def test_rules_page_is_current() -> None:
     page = (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
     assert page == make_rules_doc().render(), "run: python tools/make_rules_doc.py"
+
+
+def test_another_sequence_length_is_no_fix_for_a_degree_that_does_not_divide_the_heads() -> None:
+    found = findings({"gpus": 24, "tp": 3, "seq": 8192})
+    assert "tp-divides-heads" in found
+    assert "sequence-divides" not in found

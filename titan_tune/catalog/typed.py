@@ -62,7 +62,7 @@ class Key:
             return self.pattern_text
         text = _TYPE_TEXT[self.type]
         if self.minimum is not None and self.maximum is not None:
-            text += f" from {self.minimum:g} to {self.maximum:g}"
+            text += f" from {self.minimum:g} to {self.maximum:,.10g}"
         elif self.minimum is not None:
             text += f" of at least {self.minimum:g}"
         return text + "".join(f" or {value}" for value in self.also)

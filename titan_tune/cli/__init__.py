@@ -8,14 +8,18 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import stat
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
 from titan_tune.errors import InputError, InterruptedSearchError, ProbesFailedError, TitanTuneError
 
 DEBUG_FLAG = "--debug"
+CLOSED_PIPE = 128 + signal.SIGPIPE
+"""Exit code where the reader of our output went away, as a shell reports of a program that SIGPIPE ended."""
 PROBE_PACKAGES = ("optuna", "torch", "torchao", "torchtitan", "numpy", "sqlalchemy")
 """What the ``probe`` extra brings."""
 
@@ -30,7 +34,9 @@ def run(argv: Sequence[str]) -> int:
     arguments = [a for a in argv if a != DEBUG_FLAG]
     debug = len(arguments) != len(argv) or bool(os.environ.get("TITAN_TUNE_DEBUG"))
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except TitanTuneError as error:
         if debug:
             raise
@@ -38,9 +44,8 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return fail("interrupted", InterruptedSearchError.exit_code)
     except BrokenPipeError:
-        # the reader of our output went away; leave quietly, as command-line tools do
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        _forget_output()
+        return CLOSED_PIPE
     except OSError as error:
         if debug:
             raise
@@ -61,6 +66,16 @@ def fail(message: str, code: int) -> int:
 
     print(f"titan-tune: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code
+
+
+def _forget_output() -> None:
+    """The reader of our output went away: nothing more is written, not even what is still buffered."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(number).st_mode) or stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.dup2(nowhere, number)
+    os.close(nowhere)
 
 
 def _os_error(error: OSError) -> str:

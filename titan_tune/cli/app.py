@@ -9,17 +9,26 @@ from typing import Annotated
 import typer
 
 import titan_tune
-from titan_tune.cli import fail
+from titan_tune.cli import DEBUG_FLAG, fail
 from titan_tune.cli.storage import VARIABLE, concealed
+from titan_tune.errors import InputError, InterruptedSearchError
 
 app = typer.Typer(
     name="titan-tune",
     help="Find the fastest torchtitan configuration that fits and trains soundly.",
-    no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _positive(hours: float | None) -> float | None:
+    """A number of hours; typer's own bounds include their ends."""
+    if hours is not None and not 0 < hours < float("inf"):
+        raise typer.BadParameter(f"{hours:g} is not a number above 0")
+    return hours
+
 
 Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs of the job (one node up to 8).")]
 Nodes = Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes of the job.")]
@@ -51,11 +60,19 @@ Storage = Annotated[
 def root(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(DEBUG_FLAG, help="Show the traceback of an error; before or after the command's name."),
+    ] = False,
 ) -> None:
     """Find the fastest torchtitan configuration that fits and trains soundly."""
+    del debug  # for the help: ``cli.run`` takes it off the command line
     if version:
         typer.echo(f"titan-tune {titan_tune.__version__}")
         raise typer.Exit(0)
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help(), err=True)
+        raise typer.Exit(InputError.exit_code)
 
 
 @app.command()
@@ -71,12 +88,18 @@ def estimate(
         str | None, typer.Option(metavar="KEY=V1,V2,…", help="A table over one key's values.")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="formula (at once), trace (seconds, exact) or dry-run (one rank on a GPU).")
+        str,
+        typer.Option(
+            help="formula (at once), trace (a minute, many with pipelines; exact) or dry-run (one rank on a GPU)."
+        ),
     ] = "formula",
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page as well.")] = None,
     accounting: Annotated[
         bool,
         typer.Option("--accounting", help="The static table people quote, beside what torchtitan holds."),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="--html may replace a file that is not such a page.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -97,6 +120,7 @@ def estimate(
         as_json=as_json,
         console=stdout_console(),
         html=html,
+        force=force,
         accounting=accounting,
     )
     raise typer.Exit(code)
@@ -111,16 +135,20 @@ def search(
     storage: Storage = None,
     runs_dir: Runs = Path("runs"),
     max_probes: Annotated[int | None, typer.Option(min=1, help="Probes in all, finals included.")] = None,
-    max_gpu_hours: Annotated[float | None, typer.Option(min=0.0, help="GPU-hours in all.")] = None,
+    max_gpu_hours: Annotated[
+        float | None, typer.Option(callback=_positive, help="GPU-hours in all, above 0.")
+    ] = None,
     max_hours: Annotated[
-        float | None, typer.Option(min=0.0, help="Hours of wall clock for this command.")
+        float | None,
+        typer.Option(callback=_positive, help="Hours of wall clock for this command, above 0."),
     ] = None,
     runner: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="local, slurm (a job a probe), allocation (in salloc: a step a probe) or dry-run (one rank, one GPU)."
+            help="local, slurm (a job a probe), allocation (in salloc: a step a probe) or dry-run (one rank, one GPU);"
+            " default: the file's [probe] runner, or local."
         ),
-    ] = "local",
+    ] = None,
     parallel: Annotated[
         int | None,
         typer.Option(min=1, help="Probes in flight at once; default 1 (allocation: all that fit)."),
@@ -177,7 +205,7 @@ def export(
         typer.Option(
             "-o",
             "--output",
-            help="File to write (default best.toml, or best.sh); with --pareto a folder (front).",
+            help="File to write (default best.toml, best.sh or best.py); with --pareto a folder (front).",
         ),
     ] = None,
     trial: Annotated[int | None, typer.Option(help="This trial instead of the best.")] = None,
@@ -185,7 +213,11 @@ def export(
         bool, typer.Option("--pareto", help="Every configuration that none beats in both speed and memory.")
     ] = False,
     format_name: Annotated[
-        str, typer.Option("--format", help="toml; command prints the launch too; sbatch adds a script.")
+        str,
+        typer.Option(
+            "--format",
+            help="toml; command prints the launch too; sbatch adds a script; python is a recipe for torchtitan 0.3.0.",
+        ),
     ] = "toml",
     storage: Storage = None,
     runs_dir: Runs = Path("runs"),
@@ -259,6 +291,11 @@ def invoke(arguments: Sequence[str]) -> int:
     command = typer.main.get_command(app)
     try:
         result = command.main(args=list(arguments), prog_name="titan-tune", standalone_mode=False)
+    except SystemExit as error:
+        # click makes exit code 1 of a closed pipe
+        if isinstance(error.__context__, BrokenPipeError):
+            raise error.__context__ from None
+        raise
     except Exception as error:
         # click's own exceptions, wherever this typer keeps click
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
@@ -266,6 +303,8 @@ def invoke(arguments: Sequence[str]) -> int:
         if type(error).__name__ == "Abort":
             raise KeyboardInterrupt from error
         raise
+    if result == InterruptedSearchError.exit_code:  # what typer makes of Ctrl-C; commands raise the error
+        raise KeyboardInterrupt
     return result if isinstance(result, int) else 0
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from typing import NoReturn
 
-from rich.console import Console
+import rich.console
 
 PLAIN_WIDTH = 120
 """Columns where the output is not a terminal: wide enough that tables do not fold."""
+
+
+class Console(rich.console.Console):
+    """Leaves a closed pipe to ``cli.run``; rich would end the process with exit code 1."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """The reader of the output went away."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def _width() -> int | None:

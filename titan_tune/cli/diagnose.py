@@ -22,6 +22,9 @@ MAX_BYTES: Final = 1 << 30
 MAX_FILES: Final = 4096
 LOG_SUFFIXES: Final = (".log", ".out", ".err", ".txt")
 STDOUT, OUTCOME = "stdout.log", "outcome.json"
+COMPLETED, CANCELLED = "completed", "cancelled"
+ENDED_BY_THE_RUNNER: Final = (COMPLETED, CANCELLED, "diverged", "hang", "timeout")
+"""Statuses of probes whose processes the runner may have stopped; a signal in the log is its own."""
 
 _RANK_OF_PATH: Final = (
     re.compile(r"rank[_.-]?(\d{1,7})", re.IGNORECASE),
@@ -58,15 +61,20 @@ def run_diagnose(path: Path, *, as_json: bool, console: Console) -> int:
 def with_outcome(findings: Sequence[Diagnosis], outcome: Mapping[str, Any]) -> tuple[Diagnosis, ...]:
     """The findings beside what the probe's runner decided, which saw more than the log shows.
 
-    A probe that it ended early because it knew enough was not stopped by someone else; one that it gave up
-    on (a timeout, a launcher that failed) went wrong even where the log is silent.
+    A probe that it ended itself was not stopped by someone else; one that it gave up on (a timeout, a launcher
+    that failed) went wrong even where the log is silent.
     """
     status = outcome.get("status")
-    if status == "completed":
-        return tuple(f for f in findings if f.rule not in ("stopped", "incomplete"))
-    if status is None or any(f.severity is Severity.ERROR for f in findings):
+    if status in ENDED_BY_THE_RUNNER:
+        findings = [f for f in findings if f.rule not in ("stopped", "incomplete")]
+    if status in (None, COMPLETED) or any(f.severity is Severity.ERROR for f in findings):
         return tuple(findings)
     message = str(outcome.get("message") or status)
+    if status == CANCELLED:
+        return (
+            *findings,
+            Diagnosis(f"probe-{status}", Severity.NOTE, f"titan-tune ended this run: {message}"),
+        )
     return (Diagnosis(f"probe-{status}", Severity.ERROR, message), *findings)
 
 
@@ -88,9 +96,13 @@ def as_dict(path: Path, run: Run, findings: Sequence[Diagnosis], facts: RunFacts
 def read_run(path: Path) -> Run:
     """Read what ``path`` holds; raises InputError where that is no log."""
     if path.is_file():
+        if path.name == STDOUT and (path.parent / OUTCOME).is_file():
+            return _trial(path.parent)
         return Run(parse_log(_text(path)), (path,))
-    if not path.is_dir():
+    if not path.exists():
         raise InputError(f"{path}: no such file or folder")
+    if not path.is_dir():
+        raise InputError(f"{path} is neither a file nor a folder")
     if (path / OUTCOME).is_file() or (path / STDOUT).is_file():
         return _trial(path)
     if (path / "trials").is_dir():
@@ -242,7 +254,7 @@ def _print(console: Console, run: Run, findings: Sequence[Diagnosis], facts: Run
         console.print(Text.assemble(*parts), soft_wrap=True)
 
     if run.outcome:
-        say(("outcome: ", "dim"), (f"{run.outcome.get('status')}: {run.outcome.get('message')}", ""))
+        say(("outcome: ", "dim"), (": ".join(outcome_words(run.outcome)), ""))
     for finding in findings:
         say(
             (finding.severity.value, _STYLES[finding.severity]),
@@ -258,17 +270,21 @@ def _print(console: Console, run: Run, findings: Sequence[Diagnosis], facts: Run
             say((f"  {'line ' if not line.source else ''}{where}{rank}: {line.text.strip()[:160]}", "dim"))
     if all(finding.severity is Severity.NOTE for finding in findings):
         say(("nothing is wrong that this log would show", "bold green"))
-    for text in fact_lines(facts):
+    for text in fact_lines(facts, status=run.outcome.get("status")):
         say(("  " + text, ""))
 
 
-def fact_lines(facts: RunFacts) -> list[str]:
-    """What was measured, a line each."""
+def outcome_words(outcome: Mapping[str, Any]) -> list[str]:
+    """Status and message, what there is of them."""
+    return [str(outcome[name]) for name in ("status", "message") if outcome.get(name)]
+
+
+def fact_lines(facts: RunFacts, *, status: str | None = None) -> list[str]:
+    """What was measured, a line each. ``status`` is the outcome of a titan-tune trial."""
     lines = []
     if facts.last_step is not None:
         of = f" of {facts.total_steps}" if facts.total_steps is not None else ""
-        end = "completed" if facts.completed else "not completed"
-        lines.append(f"steps: {facts.last_step}{of}, {end}")
+        lines.append(f"steps: {facts.last_step}{of}, {_end(facts, status)}")
     if facts.tokens_per_second_per_gpu is not None:
         mfu = f", mfu {facts.mfu_percent:.1f}%" if facts.mfu_percent is not None else ""
         spread = f", spread {facts.spread:.1%}" if facts.spread is not None else ""
@@ -287,6 +303,17 @@ def fact_lines(facts: RunFacts) -> list[str]:
     if facts.seconds_to_first_step is not None:
         lines.append(f"first step: {facts.seconds_to_first_step:.0f} s after torchtitan's first line")
     return lines
+
+
+def _end(facts: RunFacts, status: str | None) -> str:
+    """How a run that has steps ended."""
+    if facts.completed or (facts.last_step == facts.total_steps and status == COMPLETED):
+        return "completed"
+    if status == COMPLETED:
+        return "ended early: titan-tune had measured enough"
+    if facts.last_step == facts.total_steps:
+        return "all done, but torchtitan's last line is missing"
+    return "not completed"
 
 
 def _finite(value: Any) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from titan_tune.calibrate.store import calibrated
+from titan_tune.cli.files import write_result
 from titan_tune.cli.target import cluster_from
 from titan_tune.domain.candidate import Value
 from titan_tune.errors import InputError, NothingFeasibleError, did_you_mean
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from titan_tune.domain.cluster import ClusterSpec
-    from titan_tune.domain.settings import Settings
-    from titan_tune.estimate.traced import Traced
     from titan_tune.titan.job import Job
 
 INVALID: Final = NothingFeasibleError.exit_code
@@ -50,13 +49,16 @@ def run_estimate(
     as_json: bool,
     console: Console,
     html: Path | None = None,
+    force: bool = False,
     accounting: bool = False,
 ) -> int:
     """Print the estimate of a job, and write the page; the exit code: 0, or 3 when the rules reject the job.
 
+    ``force`` lets the page replace a file that is not an earlier page.
+
     Raises:
         InputError: bad file, key, value, GPU or method, a model that the formula does not cover, options
-            that exclude each other, a trace without torchtitan or one that broke.
+            that exclude each other, a file in the way of the page, a trace without torchtitan or one that broke.
     """
     _check_options(method, sweep=sweep, html=html, accounting=accounting)
     if is_space_file(job_path):
@@ -69,13 +71,13 @@ def run_estimate(
     )
     if sweep is not None:
         return _run_sweep(job, cluster, sweep, method, as_json=as_json, console=console)
-    result = _answer(job, cluster, method)
+    result = _answer(job, cluster, method, gpus_per_node=gpus_per_node)
     if accounting and result.memory is not None:
         from titan_tune.estimate.accounting import accounting as account
 
         result = replace(result, accounting=account(result.settings))
     if html is not None:
-        _write_page(html, result, job.name)
+        _write_page(html, result, job.name, force=force)
     if as_json:
         _print_json(console, answer_json(result))
     else:
@@ -102,7 +104,9 @@ def _check_options(method: str, *, sweep: str | None, html: Path | None, account
         )
 
 
-def _answer(job: Job, cluster: ClusterSpec, method: str, *, advise: bool = True) -> Answer:
+def _answer(
+    job: Job, cluster: ClusterSpec, method: str, *, advise: bool = True, gpus_per_node: int | None = None
+) -> Answer:
     if method == DRY_RUN:
         from titan_tune.cli.console import stderr_console
         from titan_tune.cli.dry_run import dry_run_answer
@@ -110,35 +114,21 @@ def _answer(job: Job, cluster: ClusterSpec, method: str, *, advise: bool = True)
         return dry_run_answer(job, cluster, stderr_console())
     values = job.resolved()
     settings = settings_from(values, job.model, cluster)
-    trace = _tracer(job, settings, values) if method == TRACE else None
-    return answer(settings, values, advise=advise, trace=trace)
+    trace = None
+    if method == TRACE:
+        from titan_tune.cli.tracing import tracer
+
+        trace = tracer(job, settings, values)
+    return answer(settings, values, advise=advise, trace=trace, gpus_per_node=gpus_per_node)
 
 
-def _tracer(job: Job, settings: Settings, values: dict[str, Value]) -> Callable[[], Traced]:
-    """Traces the job when called, and says on stderr what it does: it takes a while."""
+def _write_page(path: Path, result: Answer, job_name: str, *, force: bool) -> None:
+    from titan_tune.report.memory_html import GENERATOR, render_memory_html
 
-    def trace() -> Traced:
-        from titan_tune.cli.console import stderr_console
-        from titan_tune.estimate.traced import traced_memory
+    def is_own(head: str) -> bool:
+        return f'content="{GENERATOR}' in head
 
-        console = stderr_console()
-
-        def on_rank(rank: int, ranks: int) -> None:
-            where = f"pipeline rank {rank} of {ranks}" if ranks > 1 else "one rank"
-            console.print(f"tracing two steps of {where} on the CPU (10 to 60 s)", style="dim")
-
-        return traced_memory(settings, values, job.model_args, on_rank=on_rank)
-
-    return trace
-
-
-def _write_page(path: Path, result: Answer, job_name: str) -> None:
-    from titan_tune.report.memory_html import render_memory_html
-
-    if path.is_dir():
-        raise InputError(f"--html: {path} is a folder; give the name of a file, e.g. {path / 'memory.html'}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_memory_html(result, job_name), encoding="utf-8")
+    write_result(path, render_memory_html(result, job_name), is_own=is_own, option="--html", force=force)
 
 
 def _print_json(console: Console, document: object) -> None:

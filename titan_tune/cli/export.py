@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_tune.cli.console import stderr_console
+from titan_tune.cli.files import write_result
 from titan_tune.errors import InputError, ProbesFailedError
-from titan_tune.probe.record import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -155,11 +155,8 @@ def say(text: str) -> None:
 
 def write_file(path: Path, text: str, *, force: bool, executable: bool = False) -> None:
     """Write a result; an existing file is only replaced when it is titan-tune's own or ``force`` is set."""
-    if path.is_dir():
-        raise InputError(f"-o: {path} is a folder; name a file in it")
-    if path.exists() and not force:
-        head = path.read_text(encoding="utf-8", errors="replace").removeprefix("#!/bin/bash\n")
-        if not head.startswith(OWN_FILE):
-            raise InputError(f"-o: {path} exists and was not written by titan-tune; --force replaces it")
-    write_whole(path, text)
-    path.chmod(0o755 if executable else 0o644)
+    write_result(path, text, is_own=_is_own, option="-o", force=force, mode=0o755 if executable else 0o644)
+
+
+def _is_own(head: str) -> bool:
+    return head.removeprefix("#!/bin/bash\n").startswith(OWN_FILE)

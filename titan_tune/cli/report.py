@@ -32,6 +32,7 @@ def run_report(study: str, *, output: Path, storage: str | None, runs_dir: Path,
     from titan_tune.report.html import GENERATOR, render_html
     from titan_tune.report.markdown import MARKER, render_markdown
     from titan_tune.report.search import summary
+    from titan_tune.study.numerics import winner_effects
     from titan_tune.study.open import open_study
 
     opened = open_study(study, storage=storage, runs_dir=runs_dir)
@@ -49,7 +50,10 @@ def run_report(study: str, *, output: Path, storage: str | None, runs_dir: Path,
         path.chmod(0o644)
     notes = stderr_console()
     view = summary(
-        opened.records, numerics_axes=opened.info.numerics_axes, world_size=opened.info.cluster.world_size
+        opened.records,
+        numerics_axes=opened.info.numerics_axes,
+        layout_effects=winner_effects(opened.info.base(), opened.info.cluster, opened.records),
+        world_size=opened.info.cluster.world_size,
     )
     (notes if as_json else stdout_console()).print(view)
     if as_json:

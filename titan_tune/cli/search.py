@@ -44,7 +44,8 @@ class SearchOptions:
     max_probes: int | None = None
     max_gpu_hours: float | None = None
     max_hours: float | None = None
-    runner: str = "local"
+    runner: str | None = None
+    """``None``: the space's."""
     parallel: int | None = None
     on_interrupt: str = "ask"
     screen: str | None = None
@@ -61,22 +62,45 @@ class SearchOptions:
 def run_search(options: SearchOptions) -> int:
     """Search (or plan), print the summary, return the exit code."""
     from titan_tune.machine import local_cluster
-    from titan_tune.probe.factory import check_runner, needs_this_machines_devices, slurm_settings
+    from titan_tune.probe.factory import needs_this_machines_devices, slurm_settings
 
-    check_runner(options.runner)
+    require_packages(SEARCH_PACKAGES)
+    _check_options(options)
+    machine = local_cluster()
+    space = load(options, machine)
+    runner = options.runner or space.probe.runner
+    here = needs_this_machines_devices(runner)
+    if here:
+        require_packages(PROBE_PACKAGES)
+    elif machine.gpu.is_cpu and not _names_a_gpu(options):
+        raise InputError(f"--runner {runner}: this machine has no GPU; name the cluster's with --gpu")
+    if space.slurm:
+        slurm_settings(space.slurm, f"{space.name}: slurm")
+    try:
+        return _search(replace(options, runner=runner), space, machine)
+    except KeyboardInterrupt:  # a second Ctrl-C, while the first was being dealt with
+        directory = options.runs_dir / study_name(options)
+        if not directory.is_dir():
+            raise
+        saved = f"what was measured is saved in {directory.absolute()}; the same command resumes"
+        raise InterruptedSearchError(f"stopped at once; {saved}") from None
+
+
+def _check_options(options: SearchOptions) -> None:
+    """What can be said of the options before any file is read."""
+    from titan_tune.probe.factory import check_runner
+    from titan_tune.study import storage as store
+
+    if options.runner is not None:
+        check_runner(options.runner)
     if options.on_interrupt not in ON_INTERRUPT:
         raise InputError(f"--on-interrupt: {options.on_interrupt!r} is not one of: {', '.join(ON_INTERRUPT)}")
     if options.screen not in (None, *SCREENS):
         raise InputError(f"--screen: {options.screen!r} is not one of: {', '.join(SCREENS)}")
-    here = needs_this_machines_devices(options.runner)
-    require_packages(PROBE_PACKAGES if here else SEARCH_PACKAGES)
-    machine = local_cluster()
-    if not here and machine.gpu.is_cpu and not _names_a_gpu(options):
-        raise InputError(f"--runner {options.runner}: this machine has no GPU; name the cluster's with --gpu")
-    space = load(options, machine)
-    if space.slurm:
-        slurm_settings(space.slurm, f"{space.name}: slurm")
-    return _search(options, space, machine)
+    if options.runs_dir.exists() and not options.runs_dir.is_dir():
+        raise InputError(f"--runs-dir: {options.runs_dir} is a file; name a folder")
+    store.check_storage(options.storage)
+    store.study_directory(options.runs_dir, study_name(options))
 
 
 def _names_a_gpu(options: SearchOptions) -> bool:
@@ -151,19 +175,21 @@ class Ended:
 
 def _run(options: SearchOptions, plan: Plan, machine: ClusterSpec, console: Any) -> int:
     from titan_tune.report.search import summary
+    from titan_tune.study.numerics import winner_effects
     from titan_tune.study.storage import public_url
 
-    name = options.study or default_name(options.target)
+    name = study_name(options)
     interrupt_on_terminate()
     if (options.screen or plan.space.probe.screen) != "none":
         plan = _screen(options, plan, name, machine, console)
-    ended = _search_study(options, plan, name, options.runner, machine, console)
+    ended = _search_study(options, plan, name, options.runner or plan.space.probe.runner, machine, console)
     if ended.reason:
         console.print(f"exploring ended: {ended.reason}", highlight=False)
     if ended.records:
         out = console if options.as_json else stdout_console()
         numerics, ranks = plan.space.numerics_axes, plan.space.cluster.world_size
-        out.print(summary(ended.records, numerics_axes=numerics, world_size=ranks))
+        effects = winner_effects(plan.space.base, plan.space.cluster, ended.records)
+        out.print(summary(ended.records, numerics_axes=numerics, layout_effects=effects, world_size=ranks))
     if options.as_json:
         print(json.dumps(result_data(name, ended.records, ended.reason), indent=1))
     if ended.stopped:
@@ -239,9 +265,10 @@ def _search_study(
         runner = held.enter_context(closing(make_runner(runner_name, request)))
         if options.storage is None:
             held.enter_context(store.search_lock(directory, name))
-        store.private_directory(directory)
         sampler = make_sampler(plan)
-        study = store.create_or_load(name, url, sampler=sampler)
+        stored = store.stored_name(name, url) if options.storage is None else name
+        study = store.create_or_load(stored, url, sampler=sampler)
+        store.private_directory(directory)
         with store.storage_errors(url):
             join(study, new_info(plan, device=device, environment=environment()))
         with make_view(console) as view:
@@ -271,9 +298,9 @@ def leave_running(choice: str, view: View, probes: int) -> bool:
     return bool(ready) and sys.stdin.readline().strip().lower() in ("l", "leave")
 
 
-def default_name(target: Path) -> str:
-    """Study name from a file name."""
-    return target.stem or "study"
+def study_name(options: SearchOptions) -> str:
+    """``--study``, or the name of the file."""
+    return options.study if options.study is not None else options.target.stem or "study"
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:

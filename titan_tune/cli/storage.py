@@ -16,8 +16,8 @@ def concealed(url: str | None) -> str | None:
     machine can read the list of processes, only the user its environment.
     """
     os.environ.pop(VARIABLE, None)
-    if url is None or "://" not in url:
-        return url
+    if not url or "://" not in url:
+        return url or None
     from titan_tune.study.storage import passwords
 
     shown = sys.orig_argv

@@ -65,6 +65,8 @@ class ProbeSettings(FrozenModel):
     """``synthetic`` tokens (no tokenizer, no download) or the ``job``'s own dataset."""
     launcher: str = Field(default="torchrun", pattern="^(preloaded|torchrun)$")
     """``preloaded``: a local probe's processes are forked from one that has imported torchtitan already."""
+    runner: str = Field(default="local", pattern="^(local|slurm|allocation|dry-run)$")
+    """Where probes run, unless ``--runner`` says."""
     screen: str = Field(default="none", pattern="^(none|dry-run)$")
     """What chooses among the candidates before real probes do: ``dry-run`` runs one rank of the job on one GPU."""
     finalists: NonNegativeInt = 3

@@ -10,8 +10,10 @@ from titan_tune.domain.candidate import Finding, Value
 from titan_tune.domain.estimate import MemoryEstimate, StageMemory, StepTimeEstimate, Verdict
 from titan_tune.domain.settings import Settings
 from titan_tune.estimate.accounting import Accounting, accounting_json
-from titan_tune.estimate.advice import Suggestion, minimum_gpus, suggestions
+from titan_tune.estimate.advice import Suggestion, suggestions
+from titan_tune.estimate.changes import Asked
 from titan_tune.estimate.memory import METHOD, estimate_memory
+from titan_tune.estimate.minimum import Minimum, minimum_gpus
 from titan_tune.estimate.parameters import NotCoveredError
 from titan_tune.estimate.step_time import estimate_step_time
 from titan_tune.titan import rules
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 SCHEMA = 1
 TORCHTITAN = "0.2.2"
 GIB_DIGITS = 3
-SHARD_DEGREE = "parallelism.data_parallel_shard_degree"
 FORMULA_ASSUMPTIONS = (
     "nothing was run: closed forms from the torchtitan 0.2.2 source, held against H200 runs (torch 2.11)",
     "PYTORCH_ALLOC_CONF=expandable_segments:True; without it the allocator reserves more",
@@ -33,7 +34,7 @@ FORMULA_ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``memory``, ``step_time`` and ``minimum_gpus`` are ``None`` for a job that the rules reject.
+    """``memory``, ``step_time`` and ``minimum`` are ``None`` for a job that the rules reject.
 
     A traced job may be one that the formula does not cover: it has ``memory``, the others are ``None``.
     """
@@ -43,7 +44,7 @@ class Answer:
     warnings: tuple[Finding, ...]
     memory: MemoryEstimate | None = None
     step_time: StepTimeEstimate | None = None
-    minimum_gpus: int | None = None
+    minimum: Minimum | None = None
     suggestions: tuple[Suggestion, ...] = ()
     method: str = METHOD
     traces: tuple[TraceResult, ...] = ()
@@ -71,10 +72,13 @@ def answer(
     *,
     advise: bool = True,
     trace: Callable[[], Traced] | None = None,
+    gpus_per_node: int | None = None,
 ) -> Answer:
-    """Rules first; figures for a job that passes them, suggestions for one that does not fit.
+    """Rules first; figures for a job that passes them, suggestions for one that does not fit or only under
+    pressure, unless ``advise`` is off.
 
-    ``trace`` is called for the memory in place of the formula.
+    ``trace`` is called for the memory in place of the formula. ``gpus_per_node`` is how many a full node has,
+    where the cluster's one node may not be full.
 
     Raises:
         NotCoveredError: the formula does not cover the model, and there is no trace.
@@ -83,39 +87,28 @@ def answer(
     found = Answer(settings, broken, rules.warnings(settings, values), method="trace" if trace else METHOD)
     if broken:
         return found
+    asked = Asked.of(settings, values, gpus_per_node)
     if trace is None:
-        memory = estimate_memory(settings)
-        return _advised(replace(found, memory=memory), values, advise=advise)
+        return _advised(replace(found, memory=estimate_memory(settings)), asked, advise=advise)
     traced = trace()
     found = replace(found, memory=traced.memory, traces=traced.results)
     try:
-        return _advised(found, values, advise=advise)
+        return _advised(found, asked, advise=advise)
     except NotCoveredError:
         return found
 
 
-def _advised(found: Answer, values: Mapping[str, Value], *, advise: bool) -> Answer:
+def _advised(found: Answer, asked: Asked, *, advise: bool) -> Answer:
     """With what the formula alone can say: speed, minimum GPUs, suggestions."""
-    settings, memory = found.settings, found.memory
-
-    def still_valid(changed: Settings, changes: Mapping[str, Value]) -> bool:
-        return rules.first_invalid(changed, {**values, **changes}) is None
-
-    found = replace(found, step_time=estimate_step_time(settings))
-    if not advise or memory is None:
-        return found
     offered: tuple[Suggestion, ...] = ()
-    if memory.verdict is Verdict.DOES_NOT_FIT:
-        offered = tuple(_as_written(s, values) for s in suggestions(settings, is_valid=still_valid))
-    return replace(found, minimum_gpus=minimum_gpus(settings, is_valid=still_valid), suggestions=offered)
-
-
-def _as_written(suggestion: Suggestion, values: Mapping[str, Value]) -> Suggestion:
-    """Without the shard degree where the job leaves it to torchtitan (-1): it follows from the GPUs."""
-    if values.get(SHARD_DEGREE) != -1:
-        return suggestion
-    kept = tuple(pair for pair in suggestion.values if pair[0] != SHARD_DEGREE)
-    return replace(suggestion, values=kept)
+    if advise and found.memory is not None and found.memory.verdict is not Verdict.FITS:
+        offered = suggestions(asked, found.memory.verdict)
+    return replace(
+        found,
+        step_time=estimate_step_time(asked.settings),
+        minimum=minimum_gpus(asked),
+        suggestions=offered,
+    )
 
 
 def answer_json(result: Answer) -> dict[str, Any]:
@@ -130,7 +123,8 @@ def answer_json(result: Answer) -> dict[str, Any]:
     }
     tail: dict[str, Any] = {
         "step_time": _step_time_json(result.step_time),
-        "minimum_gpus": result.minimum_gpus,
+        "minimum_gpus": result.minimum.fits if result.minimum else None,
+        "minimum_gpus_under_pressure": result.minimum.pressure if result.minimum else None,
         "warnings": [finding.as_dict() for finding in result.warnings],
         "invalid": [finding.as_dict() for finding in result.invalid],
         "suggestions": [_suggestion_json(suggestion) for suggestion in result.suggestions],
@@ -189,11 +183,15 @@ def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
     return {
         "values": dict(suggestion.values),
         "gpus": suggestion.gpus,
+        "gpus_per_node": suggestion.gpus_per_node,
+        "global_batch_size": suggestion.settings.global_batch_size,
         "verdict": str(suggestion.memory.verdict),
         "peak_active_gib": _gib(suggestion.memory.active_bytes),
         "device_used_gib": _gib(suggestion.memory.device_bytes),
         "tokens_per_second_per_gpu": round(suggestion.tokens_per_second_per_gpu, 1),
         "changes_numerics": suggestion.changes_numerics,
+        "host_gib_per_node": None if suggestion.host_bytes is None else _gib(suggestion.host_bytes),
+        "warnings": list(suggestion.warnings),
     }
 
 

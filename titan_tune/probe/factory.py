@@ -145,7 +145,8 @@ def slurm_settings(table: Mapping[str, Any], source: str) -> SlurmSettings:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        raise InputError(f"{source}.{name} = {first['input']!r}: {first['msg']}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise InputError(f"{source}.{name} = {first['input']!r}: {message}") from None
 
 
 RUNNERS: dict[str, Callable[[RunnerRequest], Runner]] = {

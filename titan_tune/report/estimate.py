@@ -14,12 +14,18 @@ from titan_tune.domain.settings import Settings
 from titan_tune.estimate.accounting import GB, Accounting
 from titan_tune.estimate.accounting import Line as AccountingLine
 from titan_tune.estimate.accounting import Table as AccountingTable
-from titan_tune.estimate.advice import Suggestion
+from titan_tune.estimate.advice import MAX_HOST_BYTES, Suggestion, host_bytes
 from titan_tune.estimate.answer import Answer
+from titan_tune.estimate.changes import compute_dtype
 from titan_tune.estimate.items import by_component
+from titan_tune.estimate.minimum import Minimum
 from titan_tune.units import GIB
 
 BAR_CELLS = 56
+LARGEST = 3
+"""Components that are named where no number of GPUs is enough."""
+NO_CHANGE = "no other change"
+"""A suggestion of more GPUs alone."""
 COMPONENT_STYLE: Mapping[str, tuple[str, str]] = {
     "parameters": ("█", "blue"),
     "gradients": ("▓", "magenta"),
@@ -57,7 +63,8 @@ def view(answer: Answer) -> RenderableType:
         *_findings("warning", answer.warnings, "yellow"),
     ]
     if answer.suggestions:
-        parts += [Text(), Text("what makes it fit", style="bold"), _suggestions_table(answer.suggestions)]
+        title = Text(suggestions_title(memory).lower(), style="bold")
+        parts += [Text(), title, _suggestions_table(answer.settings, answer.suggestions)]
     if memory.assumptions:
         parts += [Text(), Text("taken for granted", style="bold")]
         parts += [Text(f"- {sentence}") for sentence in memory.assumptions]
@@ -99,28 +106,89 @@ def room(memory: MemoryEstimate) -> str:
 def needs(answer: Answer) -> list[tuple[str, str]]:
     """What a job that does not fit would take, as name and text: GPUs alone, then the cheapest changes."""
     memory, world_size = answer.memory, answer.settings.cluster.world_size
-    if memory is None or memory.verdict is not Verdict.DOES_NOT_FIT or answer.step_time is None:
+    if memory is None or memory.verdict is not Verdict.DOES_NOT_FIT or answer.minimum is None:
         return []
-    alone = "no number of GPUs is enough: activations do not shrink with them"
-    if answer.minimum_gpus is not None:
-        alone = f"{answer.minimum_gpus} GPUs"
-    found = [("as it is", alone)]
+    found = [("as it is", _alone(answer.minimum, answer.settings))]
     kept = [s for s in answer.suggestions if not s.changes_numerics]
     here = next((s for s in kept if s.gpus <= world_size), None)
-    found.append((f"on {world_size} GPUs", described(here) if here else "no change that keeps the numerics"))
+    found.append((f"on {count_gpus(world_size)}", described(here) if here else _nothing(answer.settings)))
     more = next((s for s in kept if s.gpus > world_size and s.memory.verdict is Verdict.FITS), None)
-    if more is not None:
-        found.append((f"on {more.gpus} GPUs", described(more)))
+    if more is not None and more.values:
+        found.append((f"on {count_gpus(more.gpus)}", described(more)))
     return found
+
+
+def _alone(minimum: Minimum, settings: Settings) -> str:
+    """What GPUs alone would do."""
+    if minimum.fits is not None:
+        asked = minimum.compute_dtype
+        precision = "" if asked == compute_dtype(settings) else f", where it computes in {asked}"
+        pressure = f", or {minimum.pressure} under pressure" if minimum.pressure else ""
+        return f"{count_gpus(minimum.fits)}{precision}{pressure}"
+    refused = ""
+    if minimum.refused is not None:
+        refused = f"{count_gpus(minimum.refused[0])} are refused: {minimum.refused[1].message}"
+    if minimum.least is None:
+        return f"no number of GPUs is enough; {refused}" if refused else "no number of GPUs is enough"
+    gpus, memory = minimum.least
+    largest = sorted(memory.components.items(), key=lambda item: -item[1])[:LARGEST]
+    left = ", ".join(f"{words(name)} {size(held)}" for name, held in largest if held > 0)
+    if minimum.pressure is not None:
+        head = f"{count_gpus(minimum.pressure)}, under pressure; without it no number is enough"
+        need = f"wants {size(memory.device_bytes)}"
+    else:
+        sure = "" if memory.verdict is Verdict.DOES_NOT_FIT else "sure to be "
+        head, need = f"no number of GPUs is {sure}enough", f"needs {size(memory.active_bytes)}"
+    text = f"{head}: on {count_gpus(gpus)}, each still {need} ({left})"
+    return f"{text}; {refused}" if refused else text
+
+
+def _nothing(settings: Settings) -> str:
+    """That no change helps on these GPUs; what offloading would take, where it is out of the question."""
+    text = "no change that keeps the numerics"
+    if settings.cpu_offload or settings.dims.fsdp_degree == 1:
+        return text
+    held = host_bytes(settings)
+    if held <= MAX_HOST_BYTES:
+        return text
+    return (
+        f"{text}; training.enable_cpu_offload would take {size(held)} of a node's memory, too much to offer"
+    )
 
 
 def described(suggestion: Suggestion) -> str:
     """A suggestion with its figures in one line."""
     pressure = ", under pressure" if suggestion.memory.verdict is Verdict.PRESSURE else ""
+    host = "" if suggestion.host_bytes is None else f", {size(suggestion.host_bytes)} of host memory a node"
     return (
-        f"{suggestion.text or 'nothing else'} ({size(suggestion.memory.active_bytes)} active{pressure}, "
+        f"{suggestion.text or NO_CHANGE} ({size(suggestion.memory.active_bytes)} active{pressure}{host}, "
         f"{suggestion.tokens_per_second_per_gpu:,.0f} tokens/s per GPU)"
     )
+
+
+def suggestions_title(memory: MemoryEstimate) -> str:
+    """What the suggestions are for."""
+    return "What takes the pressure away" if memory.verdict is Verdict.PRESSURE else "What makes it fit"
+
+
+def suggestion_notes(settings: Settings, suggestion: Suggestion) -> list[str]:
+    """What else there is to know of a suggestion for the job with ``settings``."""
+    changed = suggestion.settings
+    notes = ["changes numerics"] if suggestion.changes_numerics else []
+    if suggestion.memory.verdict is Verdict.PRESSURE:
+        notes.append("under pressure")
+    if changed.global_batch_size != settings.global_batch_size:
+        notes.append(f"global batch {settings.global_batch_size} becomes {changed.global_batch_size}")
+    if compute_dtype(changed) != compute_dtype(settings) and not suggestion.changes_numerics:
+        notes.append(f"computes in {compute_dtype(changed)}")
+    if suggestion.host_bytes is not None:
+        notes.append(f"{size(suggestion.host_bytes)} of host memory a node")
+    return notes + [f"warning {rule}" for rule in suggestion.warnings]
+
+
+def count_gpus(gpus: int) -> str:
+    """``1 GPU``, ``8 GPUs``."""
+    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
 def _needs(answer: Answer) -> Iterator[RenderableType]:
@@ -201,8 +269,7 @@ def figures(answer: Answer, memory: MemoryEstimate) -> list[tuple[str, str, str]
             ("speed", speed, f"per GPU, {slow:,.0f} to {fast:,.0f}; a step takes {step_time.seconds:.2f} s")
         )
         if answer.dry_run is None:  # one configuration was run, no other
-            minimum = _minimum(answer.minimum_gpus)
-            found.append(("minimum", minimum, "as it is, more or fewer data_parallel_shard ranks"))
+            found.append(("minimum", *_minimum(answer.minimum)))
     return [*found, ("source", memory.method, _source(answer))]
 
 
@@ -218,10 +285,13 @@ def _source(answer: Answer) -> str:
     return f"two steps of the real model under fake tensors, {seconds:.0f} s on the CPU{beside}"
 
 
-def _minimum(gpus: int | None) -> str:
-    if gpus is None:
-        return "none"
-    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+def _minimum(minimum: Minimum | None) -> tuple[str, str]:
+    """Value and explanation."""
+    if minimum is None:
+        return "none", ""
+    fits = "none" if minimum.fits is None else count_gpus(minimum.fits)
+    pressure = f"; {count_gpus(minimum.pressure)} under pressure" if minimum.pressure else ""
+    return fits, f"as it is, more or fewer data_parallel_shard ranks{pressure}"
 
 
 def _findings(kind: str, findings: Sequence[Finding], colour: str) -> Iterator[RenderableType]:
@@ -232,7 +302,7 @@ def _findings(kind: str, findings: Sequence[Finding], colour: str) -> Iterator[R
             yield Text(f"  fix: {finding.fix}")
 
 
-def _suggestions_table(suggestions: Sequence[Suggestion]) -> Table:
+def _suggestions_table(settings: Settings, suggestions: Sequence[Suggestion]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("change", overflow="fold")
     for name in ("GPUs", "active", "device", "tokens/s/GPU"):
@@ -240,16 +310,13 @@ def _suggestions_table(suggestions: Sequence[Suggestion]) -> Table:
     table.add_column("")
     for suggestion in suggestions:
         memory = suggestion.memory
-        note = "changes numerics" if suggestion.changes_numerics else ""
-        if memory.verdict is Verdict.PRESSURE:
-            note = f"{note}, under pressure".lstrip(", ")
         table.add_row(
-            Text("\n".join(suggestion.lines) or "nothing else"),
+            Text("\n".join(suggestion.lines) or NO_CHANGE),
             str(suggestion.gpus),
             size(memory.active_bytes),
             size(memory.device_bytes),
             f"{suggestion.tokens_per_second_per_gpu:,.0f}",
-            note,
+            ", ".join(suggestion_notes(settings, suggestion)),
         )
     return table
 

@@ -14,6 +14,7 @@ from titan_tune.estimate.items import COMPONENTS, by_component
 from titan_tune.report import memory_charts as charts
 from titan_tune.report.blocks import facts, head, source, table, tile
 from titan_tune.report.estimate import (
+    NO_CHANGE,
     VERDICT_WORDS,
     accounting_title,
     figures,
@@ -21,6 +22,8 @@ from titan_tune.report.estimate import (
     needs,
     room,
     size,
+    suggestion_notes,
+    suggestions_title,
     words,
 )
 from titan_tune.report.markup import Markup, el
@@ -73,7 +76,7 @@ def _sections(answer: Answer, memory: MemoryEstimate) -> Sections:
     if answer.traces:
         made.append(("timeline", "Memory over the step", _timelines(answer, memory)))
     if answer.suggestions:
-        made.append(("suggestions", "What makes it fit", _suggestions(answer)))
+        made.append(("suggestions", suggestions_title(memory), _suggestions(answer)))
     if answer.accounting is not None:
         made.append(("accounting", "The rule of thumb beside it", _accounting(answer.accounting)))
     made.append(
@@ -267,14 +270,11 @@ def _timelines(answer: Answer, memory: MemoryEstimate) -> list[str]:
 def _suggestions(answer: Answer) -> list[str]:
     rows = []
     for s in answer.suggestions:
-        notes = [
-            *(["changes numerics"] if s.changes_numerics else []),
-            *(["under pressure"] if s.memory.verdict is Verdict.PRESSURE else []),
-        ]
-        change: list[str] = [el("code", line) for line in s.lines] or ["nothing else"]
+        change: list[str] = [el("code", line) for line in s.lines] or [NO_CHANGE]
         rows.append((
             el("td", *change, class_="lines wide"), str(s.gpus), size(s.memory.active_bytes),
-            size(s.memory.device_bytes), f"{s.tokens_per_second_per_gpu:,.0f}", ", ".join(notes),
+            size(s.memory.device_bytes), f"{s.tokens_per_second_per_gpu:,.0f}",
+            ", ".join(suggestion_notes(answer.settings, s)),
         ))  # fmt: skip
     intro = "Each line is one way; fewest GPUs first, then the fastest. Figures by formula. "
     names = ("what to change", "GPUs", "active", "device", "tokens/s/GPU", "")

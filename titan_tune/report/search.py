@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
-from rich.console import Console, Group, RenderableType
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +24,8 @@ from titan_tune.study.view import Running, Snapshot
 from titan_tune.units import format_duration, format_gib
 
 SHOWN_CONFIGURATIONS = 10
+WIDE_COLUMNS = 112
+"""From here on the ranking has its configurations in the table."""
 SHOWN_FAILURES = 8
 SHOWN_CHARACTERS = 160
 NOISY_SPREAD = 0.05
@@ -144,7 +149,7 @@ def picture(snapshot: Snapshot) -> RenderableType:
 
 
 def running_line(running: Running) -> RenderableType:
-    """One probe in flight, with its progress."""
+    """One probe in flight, with its progress, its configuration below it."""
     progress = running.progress
     table = Table.grid(padding=(0, 1))
     speed = f"{tokens(progress.tokens_per_second)} tokens/s" if progress.tokens_per_second else ""
@@ -154,9 +159,8 @@ def running_line(running: Running) -> RenderableType:
         f"{progress.phase} {progress.step}/{progress.steps}",
         format_duration(progress.seconds),
         speed,
-        Text(running.label, overflow="fold"),
     )
-    return table
+    return Group(table, Padding(Text(running.label), (0, 0, 0, 2)))
 
 
 def best_line(best: Winner, plan: Plan) -> Text:
@@ -241,29 +245,20 @@ def summary(
 
     ``layout_effects``: what sets the best one's mathematics apart (:func:`titan_tune.study.numerics.winner_effects`).
     """
-    table = Table(header_style="bold", caption_justify="left")
     dry = [r.outcome.origin is Origin.DRY_RUN for r in records]
-    interval = "assumed interval" if dry and all(dry) else "interval" if any(dry) else "95 % interval"
-    for name in (
-        "",
-        "tokens/s per GPU",
-        *(("from",) if any(dry) else ()),
-        interval,
-        "gain",
-        "peak memory",
-        "runs",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("configuration", overflow="fold")
     best = winner(records)
     base = best.baseline if best else None
     ranked = standings(records)
-    for place, standing in enumerate(ranked[:SHOWN_CONFIGURATIONS], start=1):
-        table.add_row(*_row(place, standing, base, with_origin=any(dry)))
+    interval = "assumed interval" if dry and all(dry) else "interval" if any(dry) else "95 % interval"
+    parts: list[RenderableType] = []
+    if ranked:
+        parts.append(Ranking(ranked, base, interval, with_origin=any(dry)))
+    else:
+        none = f"nothing was measured in {_counts(records) or 'no probe'}"
+        parts.append(Text(none, style="bold yellow"))
     if any(s.final for s in ranked):
-        table.caption = "* took part in the finals: those runs, interleaved with the baseline's, decide"
-    parts: list[RenderableType] = [table]
-    if any(dry):
+        parts.append(Text("* took part in the finals: those runs, interleaved with the baseline's, decide"))
+    if ranked and any(dry):
         parts.append(Text(DRY_RUN_NOTE, style="yellow"))
     failed = [r for r in records if not r.measurement]
     for record in failed[:SHOWN_FAILURES]:
@@ -314,21 +309,63 @@ def _counts(records: Sequence[TrialRecord]) -> str:
     return " and ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in kinds if count)
 
 
-def _row(place: int, standing: Standing, base: Standing | None, *, with_origin: bool) -> list[str | Text]:
+@dataclass(frozen=True)
+class Ranking:
+    """The table of configurations, best first; where it has no room for their names, these follow it."""
+
+    ranked: Sequence[Standing]
+    base: Standing | None
+    interval: str
+    with_origin: bool
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = [
+            (_place(number, standing), _row(standing, self.base, with_origin=self.with_origin), standing)
+            for number, standing in enumerate(self.ranked[:SHOWN_CONFIGURATIONS], start=1)
+        ]
+        if options.max_width >= WIDE_COLUMNS:
+            table = Table(header_style="bold")
+            self._columns(table, {})
+            table.add_column("configuration", overflow="fold")
+            for place, row, standing in rows:
+                table.add_row(place, *row, Text(label_of(standing.latest.choices)))
+            yield table
+            return
+        table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        self._columns(table, {"tokens/s per GPU": "tokens/s\nper GPU", "peak memory": "peak\nmemory"})
+        names = Table.grid(padding=(0, 1))
+        names.add_column(justify="right", no_wrap=True)
+        for place, row, standing in rows:
+            table.add_row(place, *row)
+            names.add_row(place, Text(label_of(standing.latest.choices)))
+        yield table
+        yield names
+        yield Text("")
+
+    def _columns(self, table: Table, folded: Mapping[str, str]) -> None:
+        origin = ("from",) if self.with_origin else ()
+        for name in ("", "tokens/s per GPU", *origin, self.interval, "gain", "peak memory"):
+            table.add_column(folded.get(name, name), justify="right", no_wrap=True)
+        table.add_column("runs", justify="right")
+
+
+def _place(number: int, standing: Standing) -> str:
+    return f"{number}{'*' if standing.final else ''}"
+
+
+def _row(standing: Standing, base: Standing | None, *, with_origin: bool) -> list[str]:
     low, high = standing.interval
     measurement = standing.latest.measurement
     gain = standing.tokens_per_second / base.tokens_per_second - 1.0 if base else None
     is_base = base is not None and base.config_id == standing.config_id
     runs = str(len(standing.runs)) + (f" (spread {standing.spread:.1%})" if len(standing.runs) > 1 else "")
     return [
-        str(place) + ("*" if standing.final else ""),
         tokens(standing.tokens_per_second),
         *([str(standing.origin)] if with_origin else []),
         f"{tokens(low)} – {tokens(high)}",
         "baseline" if is_base else percent(gain) if gain is not None else "",
         format_gib(measurement.peak_reserved_bytes) if measurement else "",
         runs,
-        Text(label_of(standing.latest.choices)),
     ]
 
 

@@ -25,14 +25,15 @@ CPU = "cpu"
 
 
 def is_space_file(path: Path | str) -> bool:
-    """Whether the file is a search space (it has ``[axes]``) and not a job.
+    """Whether the file is meant as a search space (it has ``base`` or ``[axes]``) and not as a job.
 
     A file that cannot be read or parsed is no space: loading it as a job says what is wrong with it.
     """
     try:
-        return "axes" in tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
+    return not tables.keys().isdisjoint(("base", "axes"))
 
 
 def load_space(
@@ -69,7 +70,7 @@ def load_space(
         axes=_axes(_table(tables, "axes", source), context),
         global_batch_size=global_batch,
         budget=_fields(Budget, _table(tables, "budget", source), f"{source}: budget"),
-        probe=_fields(ProbeSettings, _table(tables, "probe", source), f"{source}: probe"),
+        probe=_probe(_table(tables, "probe", source), f"{source}: probe"),
         path=path,
         slurm=_table(tables, "slurm", source),
     )
@@ -104,7 +105,14 @@ def _base(raw: Any, path: Path, *, sets: Sequence[str], hf_config: Path | None) 
     import tomlkit
 
     job = job_from_text(tomlkit.dumps(raw), name=f"{path}: base")
-    return job.with_values(dict(parse_assignment(text, source="--set") for text in sets)) if sets else job
+    if not sets:
+        return job
+    values = dict(parse_assignment(text, source="--set") for text in sets)
+    try:
+        return job.with_values(values)
+    except InputError as error:
+        given = " ".join(f"--set {text}" for text in sets)
+        raise InputError(f"{path}: base with {given}: {error}") from None
 
 
 def _cluster(table: Mapping[str, Any], machine: ClusterSpec | None, *, source: str) -> ClusterSpec:
@@ -199,6 +207,15 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _probe(table: Mapping[str, Any], where: str) -> ProbeSettings:
+    probe = _fields(ProbeSettings, table, where)
+    if probe.warmup_steps >= probe.steps:
+        raise InputError(
+            f"{where}.warmup_steps = {probe.warmup_steps}: leaves nothing to measure of steps = {probe.steps}"
+        )
+    return probe
+
+
 Fields = TypeVar("Fields", bound=BaseModel)
 
 
@@ -210,4 +227,5 @@ def _fields(model: type[Fields], table: Mapping[str, Any], where: str) -> Fields
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        raise InputError(f"{where}.{name} = {first['input']!r}: {first['msg']}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise InputError(f"{where}.{name} = {first['input']!r}: {message}") from None

@@ -60,7 +60,7 @@ def exhausted(
     """
     runs = 1 + reserved_runs + in_flight
     if budget.max_probes is not None and spent.probes + runs > budget.max_probes:
-        return f"budget of {budget.max_probes} probes"
+        return f"budget of {budget.max_probes} probe{'' if budget.max_probes == 1 else 's'}"
     if budget.max_gpu_hours is not None:
         limit = budget.max_gpu_hours * SECONDS_PER_HOUR
         if spent.gpu_seconds + runs * next_seconds * world_size > limit:

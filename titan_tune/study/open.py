@@ -39,7 +39,7 @@ def open_study(name_or_folder: str, *, storage: str | None, runs_dir: Path) -> O
         known = f"{runs_dir} holds: {', '.join(found) or 'none'}"
         raise InputError(f"{directory}: no such study{did_you_mean(name, found)}; {known}")
     url = store.storage_url(directory, storage)
-    study = store.load(name, url)
+    study = store.load(store.stored_name(name, url) if storage is None else name, url)
     with store.storage_errors(url):
         info, records = read_info(study), records_of(study)
     if info is None:

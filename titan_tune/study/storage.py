@@ -57,6 +57,7 @@ OPTUNA_ERRORS = (
     OSError,
 )
 """What Optuna lets through when its storage fails (RuntimeError: a schema that is not its own, or a lost lock)."""
+CHOICES: Final = "a .journal or .log file, sqlite:///FILE or postgresql://USER@HOST/DATABASE"
 _PASSWORD_KEYS = ("password", "passwd", "pwd", "sslpassword")
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -92,11 +93,11 @@ def journal_path(url: str) -> Path | None:
 
 def public_url(url: str) -> str:
     """The URL without its password."""
-    if journal_path(url):
+    if journal_path(url) or not any(mark in url for mark in "@:="):
         return url
     try:
         parsed = make_url(url)
-    except SQLAlchemyError:
+    except (SQLAlchemyError, ValueError):
         return "<storage>"
     hidden = {key: "***" for key in parsed.query if key.lower() in _PASSWORD_KEYS}
     # the query would percent-encode the stars
@@ -109,7 +110,7 @@ def passwords(url: str) -> tuple[str, ...]:
         return ()
     try:
         parsed = make_url(url)
-    except SQLAlchemyError:
+    except (SQLAlchemyError, ValueError):
         return ()
     found = [str(parsed.password)] if parsed.password else []
     for key, value in parsed.query.items():
@@ -158,17 +159,40 @@ def open_storage(url: str) -> BaseStorage:
             path.parent.mkdir(parents=True, exist_ok=True)
             backend, _ = open_journal(path)
             return JournalStorage(backend)
+    parsed = _database(url)
+    if parsed.get_backend_name() == "sqlite":
+        _check_sqlite(url)
+    with storage_errors(url), _usable(url):
+        text = parsed.render_as_string(hide_password=False)
+        return _once_created(lambda: RDBStorage(text, engine_kwargs=_engine_options(parsed)))
+
+
+def check_storage(url: str | None) -> None:
+    """Raise InputError where ``url`` names no kind of storage; nothing is opened or made."""
+    if url and not journal_path(url):
+        _database(url)
+
+
+def _database(url: str) -> URL:
+    """The URL of a database that SQLAlchemy knows, with its driver."""
     try:
-        parsed = _with_driver(make_url(url))
-        dialect = parsed.get_dialect()
-        if dialect.name == "sqlite":
-            _check_sqlite(url)
-        with storage_errors(url):
-            text = parsed.render_as_string(hide_password=False)
-            return _once_created(lambda: RDBStorage(text, engine_kwargs=_engine_options(parsed)))
-    except NoSuchModuleError as error:
-        raise InputError(f"--storage: {public_url(url)}: {' '.join(str(error).split())[:200]}") from error
-    except (ArgumentError, ValueError, ImportError) as error:
+        with _usable(url):
+            parsed = _with_driver(make_url(url))
+            parsed.get_dialect()
+            return parsed
+    except (NoSuchModuleError, ArgumentError):
+        raise InputError(f"--storage: {public_url(url)}: is none of: {CHOICES}") from None
+
+
+@contextmanager
+def _usable(url: str) -> Iterator[None]:
+    """One line for a port that is no number and for a driver that is not installed."""
+    try:
+        yield
+    except ValueError:  # its text may be a part of the password
+        reason = "a port is a number, and special characters in a password are written %XX"
+        raise InputError(f"--storage: {public_url(url)}: cannot be read: {reason}") from None
+    except ImportError as error:
         cause = without_passwords(" ".join(str(error).split())[:200], url)
         hint = " (pip install 'titan-tune[postgres]')" if url.startswith("postgres") else ""
         raise InputError(f"--storage: {public_url(url)}: {cause}{hint}") from error
@@ -240,6 +264,21 @@ def create_or_load(name: str, url: str, *, sampler: optuna.samplers.BaseSampler)
         )
 
 
+def stored_name(name: str, url: str) -> str:
+    """What a study's own database calls it: ``name``, or the one name that it holds where the folder was renamed."""
+    path = make_url(url).database
+    if path is None or not Path(path).exists():
+        return name
+    names = _names(open_storage(url), url)
+    return names[0] if len(names) == 1 else name
+
+
+def _names(storage: BaseStorage, url: str) -> list[str]:
+    with storage_errors(url):
+        summaries = optuna.get_all_study_summaries(storage, include_best_trial=False)
+    return sorted(summary.study_name for summary in summaries)
+
+
 def load(name: str, url: str) -> optuna.Study:
     """An existing study.
 
@@ -250,10 +289,9 @@ def load(name: str, url: str) -> optuna.Study:
     if path and not Path(path).exists():
         raise InputError(f"{path}: no such study database")
     storage = open_storage(url)
-    with storage_errors(url):
-        names = [s.study_name for s in optuna.get_all_study_summaries(storage, include_best_trial=False)]
+    names = _names(storage, url)
     if name not in names:
-        known = ", ".join(sorted(names)) or "none"
+        known = ", ".join(names) or "none"
         raise InputError(
             f"{public_url(url)}: no study {name!r}{did_you_mean(name, names)}; it holds: {known}"
         )

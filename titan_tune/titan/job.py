@@ -105,6 +105,10 @@ def load_job(path: Path | str, *, sets: Sequence[str] = (), hf_config: Path | No
         values |= flatten(model_args, f"{MODEL_ARGS}.")
         source = f"{path} with {hf_config}"
     values |= dict(parse_assignment(assignment, source="--set") for assignment in sets)
+    of_the_model = [
+        f"--set {text}" for text in sets if text.lstrip().startswith(("model.", f"{MODEL_ARGS}."))
+    ]
+    source = " with ".join([source, " ".join(of_the_model)]) if of_the_model else source
     return _job(values, path=path, text=text, source=source)
 
 

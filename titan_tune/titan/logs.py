@@ -118,8 +118,8 @@ class StepLine:
 
     @property
     def has_loss(self) -> bool:
-        """Whether the rank has a loss: pipeline stages before the last print -1."""
-        return self.loss != -1.0
+        """Whether the rank has a loss: pipeline stages before the last print -1 for every accumulation step."""
+        return not (self.loss < 0 and self.loss.is_integer())
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,10 +141,11 @@ def deepep_expert_parallel(settings: Settings, values: Values) -> Facts | None:
 )
 def sequence_divides(settings: Settings, values: Values) -> Facts | None:
     """Every parallelize function asserts ``seq_len % (tp * 2 * cp) == 0``, also at tp = cp = 1
-    (``ParallelDims.seq_len_divisor``; torchtitan issue #1306)."""
-    dims = settings.dims
+    (``ParallelDims.seq_len_divisor``; torchtitan issue #1306). Nothing is said where tp does not divide the heads:
+    another length would not help."""
+    dims, model = settings.dims, settings.model
     divisor = dims.tp * 2 * dims.cp
-    if settings.seq_len % divisor == 0:
+    if settings.seq_len % divisor == 0 or model.n_heads % dims.tp or model.n_kv_heads % dims.tp:
         return None
     nearest = max(divisor, settings.seq_len // divisor * divisor)
     return {
