@@ -20,7 +20,7 @@ from titan_tune.trace.allocator import AllocatorMode
 
 METHOD: Final = "trace"
 MAX_PIPELINE_TRACES: Final = 4
-"""Pipeline ranks up to here are all traced; a trace takes 10 to 60 s."""
+"""Pipeline ranks up to here are all traced; a trace takes 10 s to minutes."""
 
 MEASURED_MARGIN: Final = 0.005
 """Traces of 52 H200 values (torch 2.11, no pipeline, peak elsewhere than in a compiled block's own
