@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 from titan_tune.estimate.blocks import ROUTED_INDEX_BYTES, Width, feed_forward_matmuls
 from titan_tune.estimate.parameters import FP32_BYTES, ParamPath, Recompute, Shapes
@@ -43,7 +44,7 @@ def _saved_autocast(s: Shapes, mode: Recompute, is_moe: bool) -> float:
         norms = 6 if not is_moe else 4  # the norm outputs, cast once, and wo's output in a dense block
         if s.float8:
             norms = 2
-        ffn = _kept_experts(s) if is_moe else 2 * tokens * (2 if s.float8 else 3) * s.ffn
+        ffn = _kept_experts(s) if is_moe else 2 * tokens * (2 if s.recomputes_operands else 3) * s.ffn
         hidden = residual * (2 if is_moe else 1) + norms * tokens * dim
         return hidden + kept + ffn + weights
     # each linear that reads a norm output casts its own copy of it
@@ -51,6 +52,8 @@ def _saved_autocast(s: Shapes, mode: Recompute, is_moe: bool) -> float:
     if is_moe and s.moe is not None:
         readers += 1 if s.moe.shared_hidden else -1  # the router; no dense w1 and w3
     norm_copies = (2 * readers if fp32 else 4) * tokens * dim
+    if s.float8 and fp32 and not is_moe:  # float8 linears keep what they cast
+        norm_copies = 8 * tokens * dim
     ffn = _kept_experts(s) if is_moe else 2 * tokens * 4 * s.ffn
     return 2 * residual + norm_copies + kept + ffn + weights
 
@@ -76,8 +79,8 @@ def _reciprocals(s: Shapes) -> float:
 
 def saved_weight_bytes(shapes: Shapes, mode: Recompute, is_moe: bool = False) -> float:
     """bf16 weight copies that autocast's linears keep for their backward, part of the saved bytes."""
-    float8_recomputes = shapes.float8 and shapes.compile_block
-    if mode is not Recompute.NONE or shapes.path is not ParamPath.AUTOCAST or float8_recomputes:
+    float8_casts = shapes.float8 and (shapes.compile_block or not is_moe)
+    if mode is not Recompute.NONE or shapes.path is not ParamPath.AUTOCAST or float8_casts:
         return 0.0
     if shapes.param_bytes != FP32_BYTES:
         return 0.0
@@ -136,13 +139,24 @@ def _saved_sharded(s: Shapes, mode: Recompute, is_moe: bool) -> float:
         gathered = ring_attention_bytes(s) if s.compile_block else 0.0
         return saved + _saved_by_policy(s, size, log_sum_exp, is_moe) + gathered
     saved += attention_kept_bytes(s) + residual + log_sum_exp
-    if not (s.float8 and s.compile_block):
+    casts = s.float8 and s.compile_block
+    if not s.recomputes_operands:
         saved += 2 * size * tokens * dim  # norm outputs, recomputed where their casts fuse
+    elif is_moe:  # compiled in parts: attention's input as it was cast, the router's and experts' as it is
+        saved += (1 + size) * tokens * dim
+    elif s.cp > 1:  # one of the hidden states is recomputed (traced)
+        saved -= residual
+    elif tp > 1:  # gathered as they were cast
+        saved += 2 * tokens * dim
+    if casts and tp > 1:  # weights' casts are kept too, by row not those of queries and keys
+        of_weights = dim * s.attention.output if s.float8_all_gather else s.attention.params_split
+        saved += (dim * (s.attention.output + s.kv_dim) if s.rowwise else of_weights) / tp
+    if casts and not is_moe and (s.float8_all_gather or tp > 1):
+        saved += 3 * dim * s.ffn / tp
     if is_moe:
         saved += _kept_experts(s)
-    elif s.float8 and s.compile_block:
-        float8_weights = 3 * dim * s.ffn / tp if s.float8_all_gather else 0
-        saved += 2 * size * tokens * s.ffn / tp + float8_weights
+    elif s.recomputes_operands:
+        saved += 2 * size * tokens * s.ffn / tp
     else:
         saved += size * tokens * (3 if s.compile_block else 4) * s.ffn / tp
     return saved
@@ -154,8 +168,10 @@ def attention_kept_bytes(s: Shapes) -> float:
     kept = size * tokens * (attention.kept_split / tp + attention.kept_whole)
     if s.math_attention:  # keys and values repeated to all heads
         kept += 2 * size * tokens * (s.attn_dim - s.kv_dim) / tp
-    if s.compile_block:
-        kept += ring_attention_bytes(s)
+    if s.compile_block and s.cp > 1:  # keys and values gathered, and as they were sent; RoPE rows by position
+        key = attention.query_key - s.attn_dim
+        value = attention.output if attention.kept_whole else key
+        kept += size * (s.cp + 1) * (key + value) * tokens / tp + attention.rope_bytes * tokens
     elif s.cp > 1:  # the ring keeps its own copy of the output and nothing gathered; RoPE rows by position
         kept += size * tokens * attention.output / tp + attention.rope_bytes * tokens
     return kept + _reciprocals(s) + _sink_bytes(s)
@@ -200,22 +216,50 @@ def _saved_under_budget(s: Shapes, is_moe: bool) -> float:
         return none
     if is_moe:  # the routed experts and the seams between the compiled parts keep all they would
         return none - (1 - max(0.0, min(1.0, s.budget))) * attention_kept_bytes(s)
+    return _budget_choice(s, none, floor).num_bytes
+
+
+def num_saved_products(s: Shapes) -> int:
+    """How many of w1's and w3's outputs a dense block saves under a memory budget; none where the other one is made
+    from attention that is recomputed first, all of it."""
+    none, floor = (saved_block_bytes(s, mode) for mode in (Recompute.NONE, Recompute.FULL))
+    choice = _budget_choice(s, none, floor)
+    return 0 if choice.products == 1 and not choice.has_output else choice.products
+
+
+class _Choice(NamedTuple):
+    """What a dense block saves under its budget."""
+
+    num_bytes: float
+    products: int
+    """Outputs of w1 and w3."""
+    has_output: bool
+    """That of wo."""
+
+
+def _budget_choice(s: Shapes, none: float, floor: float) -> _Choice:
     inputs = floor + (4 * s.block_matmul if saved_weight_bytes(s, Recompute.NONE) else 0)
     span = none - inputs
     if s.budget >= 1 or span <= 0:
-        return none
+        return _Choice(none, 2, True)
     if s.budget <= 0:
-        return floor
+        return _Choice(floor, 0, False)
     unit = s.compute_bytes * s.tokens / s.tp
-    outputs = (s.ffn, s.ffn, s.attn_dim, s.dim, s.kv_dim, s.kv_dim)
-    compute_heavy = unit * (sum(outputs) + s.attn_dim) + 4 * s.tokens * s.heads / s.tp
+    outputs = (s.attn_dim, s.dim, s.kv_dim, s.kv_dim)
+    compute_heavy = unit * (2 * s.ffn + sum(outputs) + s.attn_dim) + 4 * s.tokens * s.heads / s.tp
     if compute_heavy < s.budget * span:
-        return min(none, floor + compute_heavy)
+        return _Choice(min(none, floor + compute_heavy), 2, True)
     room = s.budget * span / unit
-    sums = {0}
-    for output in outputs:
-        sums |= {total + output for total in sums if total + output <= room}
-    return floor + unit * max(sums)
+    # each sum that fits, and the first set of outputs that comes to it
+    sums = {count * s.ffn: (count, False) for count in range(3) if count * s.ffn <= room}
+    for number, output in enumerate(outputs):
+        sums = {
+            total + output: (count, has_output or number == 1)
+            for total, (count, has_output) in sums.items()
+            if total + output <= room
+        } | sums
+    most = max(sums)
+    return _Choice(floor + unit * most, *sums[most])
 
 
 def saved_scores_bytes(shapes: Shapes, mode: Recompute) -> float:

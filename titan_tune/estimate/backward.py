@@ -11,28 +11,45 @@ from typing import NamedTuple
 from titan_tune.estimate.activations import (
     attention_kept_bytes,
     inner_norm_bytes,
-    ring_attention_bytes,
+    num_saved_products,
     saved_block_bytes,
 )
 from titan_tune.estimate.blocks import ROUTED_INDEX_BYTES, Moe
+from titan_tune.estimate.float8 import eager_float8_feed_forward, float8_feed_forward
 from titan_tune.estimate.parameters import FP32_BYTES, ParamPath, Recompute, Shapes
 
 
-def working_set(s: Shapes) -> tuple[float, float]:
-    """``(bytes, attention score bytes)`` of one dense block's backward beyond what the block saved."""
+def working_set(s: Shapes, saved: float | None = None) -> tuple[float, float]:
+    """``(bytes, attention score bytes)`` of one dense block's backward beyond what the block ``saved`` (by default
+    computed)."""
     if s.math_attention:
         return _math_working_set(s)
     mode = Recompute.FULL if s.recompute is Recompute.EVERY else s.recompute
     if mode is Recompute.BUDGET and not s.compile_block:  # torchtitan sets the budget of compiled blocks only
         mode = Recompute.NONE
-    held = _compiled_feed_forward(s, mode) if s.compile_block else _eager_feed_forward(s, mode)
+    if saved is None:
+        saved = saved_block_bytes(s, mode)
+    least = saved if mode is Recompute.FULL else saved_block_bytes(s, Recompute.FULL)
+    attention = attention_kept_bytes(s)
+    if not s.compile_block:
+        held = _eager_feed_forward(s, mode)
+    elif s.float8:
+        held = float8_feed_forward(s, mode, saved, least + attention)
+    else:
+        held = _compiled_feed_forward(s, mode, saved, least + attention)
     if s.cp > 1:
-        gradients = s.compute_bytes * (s.tokens * s.dim + 3 * s.dim * s.ffn / s.tp)  # and w1's ... w3's
-        block = saved_block_bytes(s, Recompute.FULL) + attention_kept_bytes(s)
-        held = max(held, block + gradients + _ring_backward_bytes(s))
+        weights = 3 * s.compute_bytes * s.dim * s.ffn / s.tp  # gradients of w1 ... w3
+        held = max(held, least + attention + weights + _ring_backward_bytes(s))
+    elif s.compile_block and s.float8:  # all weights' gradients, the block's input and its gradient
+        of_gradient = FP32_BYTES if _has_fp32_masters(s) else s.compute_bytes
+        held = max(held, least + s.residual_stream_bytes + of_gradient * s.gathered_params(False))
     elif not s.flex_attention:
-        held = _with_compiled_attention(s, mode, held) if s.compile_block else max(held, _eager_attention(s))
-    return held - saved_block_bytes(s, mode), 0.0
+        kernel = _held_in_attention(s, least + attention, is_moe=False)
+        if s.compile_block:
+            held = _with_compiled_attention(s, mode, held, kernel)
+        else:
+            held = max(held, _eager_attention(s, kernel))
+    return held - saved, 0.0
 
 
 def _has_fp32_masters(s: Shapes) -> bool:
@@ -63,6 +80,8 @@ def _eager_feed_forward(s: Shapes, mode: Recompute) -> float:
         held = max(held, everything + 2 * wide, everything + wide + weight + hidden)
     elif _has_fp32_masters(s):  # bf16 gradients of w3, then of w1, beside what is cast to fp32 by then
         held = max(held, everything + wide + 3 * weight - 2 * hidden, everything + 4 * (weight - hidden))
+    if s.float8 and not s.bf16_weight_gradients:
+        held = max(held, eager_float8_feed_forward(s, everything))
     if mode is Recompute.NONE:
         return held
     # end of the recomputed forward: outputs of w2 and of the block
@@ -74,43 +93,39 @@ def _eager_feed_forward(s: Shapes, mode: Recompute) -> float:
     return max(held, everything + variables)
 
 
-def _compiled_feed_forward(s: Shapes, mode: Recompute) -> float:
-    """A compiled block around the backward of its feed-forward, what it saved included. Where w1 and w3 are
-    recomputed, inductor's fused SwiGLU backward reads them and d_product and writes product, d_w1 and d_w3 at
-    once: six F-wide buffers.
+def _compiled_feed_forward(s: Shapes, mode: Recompute, saved: float, attention: float) -> float:
+    """A compiled block around the backward of its feed-forward, what it saved included; ``attention`` is what its
+    attention keeps without AC, with the block's input. Where w1 and w3 are recomputed, inductor's fused SwiGLU
+    backward reads them and d_product and writes product, d_w1 and d_w3 at once: six F-wide buffers, those that were
+    saved among them.
     """
     size, tokens, dim, tp = s.compute_bytes, s.tokens, s.dim, s.tp
     wide, hidden, weight = size * tokens * dim, size * tokens * s.ffn / tp, size * dim * s.ffn / tp
-    saved = saved_block_bytes(s, mode)
-    if mode is Recompute.NONE and s.float8:
-        held = saved + 3 * hidden + wide
-    elif mode is Recompute.NONE:  # w2's gradient; d_product takes the product's place, d_w3 is beside it
+    if mode is Recompute.NONE:  # w2's gradient; d_product takes the product's place, d_w3 is beside it
         return max(saved + weight + hidden, saved + 2 * wide if tp > 1 else 0.0)
-    elif mode is Recompute.OP:  # saved w1
-        held = saved + 5 * hidden + 2 * wide
+    num_saved = 1 if mode is Recompute.OP else num_saved_products(s) if mode is Recompute.BUDGET else 0
+    if num_saved == 2:
+        held = saved + 4 * hidden
+    elif num_saved == 1:
+        held = saved + 5 * hidden + (2 if s.cp == 1 else 3) * wide  # the ring's output once more
     else:
-        kept = s.attention.kept_split / tp + s.attention.kept_whole
-        held = saved_block_bytes(s, Recompute.FULL) + size * tokens * kept + 4 * tokens * s.heads / tp
-        held += 6 * hidden + 2 * wide + size * tokens * dim / tp + ring_attention_bytes(s)
+        held = attention + 4 * tokens * s.heads / tp + 6 * hidden + 2 * wide + size * tokens * dim / tp
+        if s.cp > 1:  # halves of the queries and of the output with its log-sum-exp
+            held += tokens / tp * (size * (s.attn_dim + s.attention.output) + FP32_BYTES * s.heads) / 2
         held += wide if tp > 1 else 0.0  # the output's gradient, gathered
-    if _has_fp32_masters(s) and mode is not Recompute.NONE:
-        if s.float8:
-            held += s.block_matmul  # recomputed low-precision weights
-        else:  # casts of the output's gradient and of weights: w3's place is taken by w2's
-            attention = s.attention.params_split if mode is not Recompute.OP else s.attention.output * dim
-            held += wide + 2 * weight + size * attention
-            held -= weight if mode is Recompute.OP else 0.0
-    if s.float8 and s.rowwise:  # feed-forward operands, row- and column-scaled
-        held += (tokens * 5 * s.ffn + 3 * dim * s.ffn) / tp + 3 * tokens * dim
+    if _has_fp32_masters(s):  # casts of the output's gradient and of weights: w3's place is taken by w2's
+        cast = s.attention.params_split if mode is not Recompute.OP else s.attention.output * dim
+        held += wide + 2 * weight + size * cast
+        held -= weight if mode is Recompute.OP else 0.0
     return held
 
 
-def _eager_attention(s: Shapes) -> float:
+def _eager_attention(s: Shapes, held: float) -> float:
     """An eager dense block at its attention kernel's backward, and at its end, when every weight's gradient is
-    there: the norm's output, the queries' gradient and two of the norm output's."""
+    there: the norm's output, the queries' gradient and two of the norm output's. ``held``: at the kernel, gradients
+    of weights left out."""
     size, wide, hidden = s.compute_bytes, s.compute_bytes * s.tokens * s.dim, s.residual_stream_bytes
     behind, block = size * s.dim * (3 * s.ffn + s.attention.output) / s.tp, size * s.gathered_params(False)
-    held = _held_in_attention(s, wide, is_moe=False)
     if _joins_gradients(s):
         return held
     if _has_fp32_masters(s):
@@ -119,15 +134,16 @@ def _eager_attention(s: Shapes) -> float:
     return max(held + behind, hidden + 3 * wide + size * s.tokens * s.attn_dim / s.tp + block)
 
 
-def _with_compiled_attention(s: Shapes, mode: Recompute, feed_forward: float) -> float:
-    """A compiled dense block at its highest: in its feed-forward, at its attention kernel's backward or at its end.
+def _with_compiled_attention(s: Shapes, mode: Recompute, feed_forward: float, kernel: float) -> float:
+    """A compiled dense block at its highest: in its feed-forward, at its attention kernel's backward (``kernel``,
+    gradients of weights left out) or at its end.
 
     Inductor keeps buffers that it will use again, here gradients of the norm output and what was gathered; how many,
     and in which order it runs the weights' gradients, are those of traces.
     """
     size, wide = s.compute_bytes, s.compute_bytes * s.tokens * s.dim
-    of_gradient = FP32_BYTES if _has_fp32_masters(s) else size
-    workspace, kernel = _attention_workspace(s), _held_in_attention(s, wide, is_moe=False)
+    has_fp32_masters = _has_fp32_masters(s)
+    of_gradient = FP32_BYTES if has_fp32_masters else size
     kernel += of_gradient * 3 * s.dim * s.ffn / s.tp
     key = s.attention.query_key - s.attn_dim
     is_complex = not s.attention.rope_cast and not s.attention.latents
@@ -135,23 +151,23 @@ def _with_compiled_attention(s: Shapes, mode: Recompute, feed_forward: float) ->
     if s.tp > 1:
         return max(feed_forward, _split_attention(s, mode, kernel, rotated, feed_forward))
     kernel += size * s.tokens * s.dim
-    kernel += (3 if _has_fp32_masters(s) else 2) * wide
+    kernel += (3 if has_fp32_masters else 2) * wide
     if mode is not Recompute.OP and mode is not Recompute.NONE:
         # fp32 gradients of the queries on both sides of their rotation
         queries = 2 * FP32_BYTES * s.tokens * s.attn_dim - 2 * size * s.tokens * key
-        return max(feed_forward, kernel, kernel - workspace + queries if is_complex else 0.0)
+        return max(feed_forward, kernel, kernel - _attention_workspace(s) + queries if is_complex else 0.0)
     # where that is lower, the gradients of w1 ... w3 are made last
     product, weight = size * s.tokens * s.ffn, size * s.dim * s.ffn
     late = kernel - of_gradient * 3 * s.dim * s.ffn + 3 * product + 2 * wide
     if mode is Recompute.OP:  # fp32 queries and keys before their rotation
         kernel += rotated
-    if mode is Recompute.OP and not _has_fp32_masters(s):
+    if mode is Recompute.OP and not has_fp32_masters:
         return max(feed_forward, kernel)
     end = size * s.gathered_params(False) + wide + product
-    if _has_fp32_masters(s):  # the last gradient is there in bf16 too
+    if has_fp32_masters:  # the last gradient is there in bf16 too
         end = 2 * size * s.gathered_params(False) + weight
     if mode is Recompute.NONE:
-        late = max(late, feed_forward - weight + (wide if _has_fp32_masters(s) else 0.0))
+        late = max(late, feed_forward - weight + (wide if has_fp32_masters else 0.0))
     return min(max(feed_forward, kernel), max(late, end))
 
 
@@ -178,14 +194,19 @@ def _attention_workspace(s: Shapes) -> float:
 
 
 def _ring_backward_bytes(s: Shapes) -> float:
-    """The ring's backward: fp32 sums of the three gradients, those of keys and values joined and on
-    their way, gathered keys and values, and one step's gradients (traced)."""
+    """The ring's backward, beside what the forward left and gradients of weights (traced). Eager: fp32 sums of the
+    three gradients, those of keys and values joined and on their way, gathered keys and values, and one step's
+    gradients. Compiled: those of keys and values joined and on their way, one and a half steps' gradients, five hidden
+    states; the rank's own keys and values are gone."""
     key_value = s.attention.query_key - s.attn_dim
     key_value += s.attention.output if s.attention.latents else key_value
-    gradients = s.attn_dim + key_value
+    gradients, wide = s.attn_dim + key_value, s.compute_bytes * s.tokens * s.dim
+    if s.compile_block:
+        own = s.compute_bytes * (1.5 * s.attn_dim + key_value)
+        return 5 * wide + (2 * FP32_BYTES * key_value + own + FP32_BYTES * s.heads) * s.tokens / s.tp
     fp32 = FP32_BYTES * (gradients + 2 * key_value)
     own = s.compute_bytes * ((s.cp + 2) * key_value + gradients + s.attn_dim / 4)
-    return (fp32 + own) * s.tokens / s.tp
+    return wide + (fp32 + own) * s.tokens / s.tp
 
 
 def _math_working_set(s: Shapes) -> tuple[float, float]:
@@ -229,10 +250,10 @@ def experts_backward(s: Shapes, mode: Recompute) -> tuple[ExpertsBackward, ...]:
     )
     moments: tuple[ExpertsBackward, ...] = (_experts_gradient(s, s.moe, held, wide), first)
     if not (s.flex_attention or s.math_attention or s.cp > 1):
-        moments = (*moments, _attention_gradient(s, s.moe, wide))
+        moments = (*moments, _attention_gradient(s, s.moe))
     if s.cp > 1:
         weights = s.compute_bytes * (s.moe.expert_params + s.moe.rest_split / s.tp)
-        moments = (*moments, ExpertsBackward(held + _ring_backward_bytes(s) - wide, weights))
+        moments = (*moments, ExpertsBackward(held + _ring_backward_bytes(s) - 2 * wide, weights))
     return (*moments, _experts_scattered(s, s.moe, held)) if s.moe.own_group else moments
 
 
@@ -248,19 +269,20 @@ def _experts_gradient(s: Shapes, moe: Moe, held: float, wide: float) -> ExpertsB
     return ExpertsBackward(held + rows + (wide if moe.shared_hidden else 0.0), gradients)
 
 
-def _attention_gradient(s: Shapes, moe: Moe, wide: float) -> ExpertsBackward:
+def _attention_gradient(s: Shapes, moe: Moe) -> ExpertsBackward:
     """Backward of the block's attention, when all gradients of the experts are there."""
     of_gradient = s.param_bytes if s.path is ParamPath.AUTOCAST else s.compute_bytes
     gradients = of_gradient * (moe.expert_params + moe.rest_split / s.tp)
-    return ExpertsBackward(_held_in_attention(s, wide, is_moe=True), gradients)
+    held = saved_block_bytes(s, Recompute.FULL, True) + attention_kept_bytes(s)
+    return ExpertsBackward(_held_in_attention(s, held, is_moe=True), gradients)
 
 
-def _held_in_attention(s: Shapes, wide: float, *, is_moe: bool) -> float:
-    """The attention half of a block at its kernel's backward: gradients of its output and its three inputs, and the
-    kernel's workspace."""
-    attention, per_rank = s.attention, s.tokens / s.tp
+def _held_in_attention(s: Shapes, held: float, *, is_moe: bool) -> float:
+    """The attention half of a block at its kernel's backward, of which the forward left ``held``: gradients of its
+    output and its three inputs, and the kernel's workspace."""
+    attention, per_rank, wide = s.attention, s.tokens / s.tp, s.compute_bytes * s.tokens * s.dim
     value = attention.output if attention.latents else attention.query_key - s.attn_dim
-    held = saved_block_bytes(s, Recompute.FULL, is_moe) + attention_kept_bytes(s) + wide
+    held += wide
     gradients = s.compute_bytes * (attention.output + attention.query_key + value)
     held += per_rank * (gradients + FP32_BYTES * s.heads)
     if _has_fp32_masters(s):  # casts of the weights, of the output's in a MoE block only

@@ -90,6 +90,8 @@ class Shapes(NamedTuple):
     compile_loss: bool
     float8: bool
     rowwise: bool
+    bf16_weight_gradients: bool
+    """``rowwise_with_gw_hp``: the weights' gradients are no float8 matmuls."""
     float8_all_gather: bool
     math_attention: bool
     flex_attention: bool
@@ -100,6 +102,11 @@ class Shapes(NamedTuple):
     reshard_output: bool
     offload: bool
     framework_bytes: float
+
+    @property
+    def recomputes_operands(self) -> bool:
+        """Whether norm outputs and the SwiGLU's product are recomputed where they are cast to float8, not kept."""
+        return self.float8 and self.compile_block and not self.bf16_weight_gradients
 
     @property
     def block_shard_params(self) -> float:
@@ -195,15 +202,18 @@ def param_path(settings: Settings) -> ParamPath:
     return ParamPath.AUTOCAST
 
 
+_RECOMPUTE = {
+    AcMode.NONE: Recompute.NONE,
+    AcMode.FULL: Recompute.FULL,
+    AcMode.MEMORY_BUDGET: Recompute.BUDGET,
+}
+
+
 def _recompute(settings: Settings) -> Recompute:
     ac = settings.ac
     if ac.mode is AcMode.SELECTIVE:
         return Recompute.EVERY if ac.every else Recompute.OP
-    return {
-        AcMode.NONE: Recompute.NONE,
-        AcMode.FULL: Recompute.FULL,
-        AcMode.MEMORY_BUDGET: Recompute.BUDGET,
-    }[ac.mode]
+    return _RECOMPUTE[ac.mode]
 
 
 def _needs_math_attention(settings: Settings, compute_bytes: int) -> bool:
@@ -273,6 +283,7 @@ def shapes_of(settings: Settings) -> Shapes:
         compile_loss=settings.compile.loss,
         float8=float8 is not None or settings.mxfp8,
         rowwise=settings.mxfp8 or (float8 is not None and float8.recipe != "tensorwise"),
+        bf16_weight_gradients=float8 is not None and float8.recipe == "rowwise_with_gw_hp",
         float8_all_gather=is_fsdp and float8 is not None and float8.fsdp_all_gather,
         math_attention=_needs_math_attention(settings, compute_bytes),
         flex_attention=model.attention == "flex",

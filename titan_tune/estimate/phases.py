@@ -87,9 +87,9 @@ def autocast_phases(s: Shapes) -> tuple[Phase, ...]:
     phases = [
         Phase(
             "loss_backward",
-            state
-            | held
-            | {
+            {
+                **state,
+                **held,
                 "gradients": earlier,
                 "tail_activations": tail,
                 "autocast_weights": output_copy,
@@ -100,6 +100,8 @@ def autocast_phases(s: Shapes) -> tuple[Phase, ...]:
     if not s.compile_loss and size == 4:
         # autocast's weight cache lives until its context ends, after the loss
         cache = 2.0 * s.gathered_blocks(0, s.layers) if s.moe else 2.0 * s.layers * s.block_matmul
+        if s.float8:  # casts its weights itself
+            cache = 0.0
         forward = {
             "activations": activations - saved_weights_of_blocks(s),
             "attention_scores": scores,
@@ -116,8 +118,8 @@ def autocast_phases(s: Shapes) -> tuple[Phase, ...]:
     phases.append(
         Phase(
             "embedding_backward",
-            every_gradient
-            | {
+            {
+                **every_gradient,
                 "residual_gradient": dout,
                 "embedding_scratch": embedding_scratch_bytes(s),
                 "new_gradients": size * table if s.accumulates or s.tables == 1 else 0.0,
@@ -184,8 +186,11 @@ def _backward_of(s: Shapes, around: _Around, layer: int, name: str) -> Phase:
     if not s.is_moe(layer):
         found = around.working_sets.get(mode)
         if found is None:
-            alike = s if mode is s.recompute else s._replace(recompute=mode)
-            found = around.working_sets[mode] = working_set(alike)
+            if mode is not s.recompute:
+                found = working_set(s._replace(recompute=mode))
+            else:
+                found = working_set(s, around.saved(1)[0] if s.moe is None else None)
+            around.working_sets[mode] = found
         need, score_need = found
         items["working_set"] = need
         items["attention_scores_backward"] = score_need
@@ -236,10 +241,10 @@ def fsdp_phases(s: Shapes) -> tuple[Phase, ...]:
     phases = [
         Phase(
             "loss_backward",
-            state
-            | held
-            | loss
-            | {
+            {
+                **state,
+                **held,
+                **loss,
                 "gathered_output": 0.0 if s.reshard_output else gathered_output,
                 "logits_loss": logits,
             },

@@ -23,16 +23,16 @@ MEASURED_RESIDUALS: tuple[Residual, ...] = (
     Residual("one GPU", 41, 0.02),
     Residual("one GPU, MoE", 1, 0.04),
     Residual("DDP", 1, 0.01),
-    Residual("FSDP", 27, 0.92),
+    Residual("FSDP", 27, 0.79),
     Residual("FSDP, MoE", 8, 1.15),
     Residual("HSDP", 3, 0.01),
     Residual("TP", 6, 0.02),
     Residual("FSDP + TP", 7, 0.01),
     Residual("CP", 5, 0.01),
-    Residual("PP", 8, 0.53),
+    Residual("PP", 8, 1.06),
     Residual("PP + FSDP", 5, 0.07),
     Residual("PP + TP", 2, 0.01),
-    Residual("PP + CP", 2, 0.1),
+    Residual("PP + CP", 2, 0.02),
     Residual("PP, zero bubble", 6, 0.67),
 )
 """Of the H200 runs and dry runs (torch 2.11, torchtitan 0.2.2), a job that ran both ways once; a test recomputes
@@ -51,12 +51,18 @@ kernel hands to the policy."""
 ROUTING_MARGIN = 0.1
 """More above with expert parallelism: routing is taken as even, a router need not be. Not measured."""
 ROWWISE_FULL_MARGIN = 0.02
-"""The one FSDP row above 0.02 %: rowwise float8 with full AC, 0.9 % low."""
+"""The one FSDP row above 0.02 %: rowwise float8 with full AC, 0.8 % low."""
+
+FLOAT8_BLOCK_MARGINS = (0.02, 0.04)
+FLOAT8_ROWWISE_BLOCK_MARGINS = (0.01, 0.13)
+"""``(below, above)`` of compiled float8 blocks whose own backward is the peak: one H200 rank is 1.05 % below the
+formula; torch 2.13 holds up to 4 % more where scales are of whole tensors, torch 2.11 up to 12 % more where they are
+not (traces)."""
 
 UNTRACED_MARGIN = 0.05
 """What neither a row nor a trace covers."""
-PIPELINE_MARGIN = 0.0085
-"""More with a pipeline: with ``MEASURED_MARGIN`` twice the largest residual of its 23 ranks, which is 0.66 %; traced
+PIPELINE_MARGIN = 0.0165
+"""More with a pipeline: with ``MEASURED_MARGIN`` twice the largest residual of its 23 ranks, which is 1.05 %; traced
 ranks are at most 0.72 % off. Neither FSDP nor TP nor CP beside it, nor a schedule, stands out."""
 
 Margin = tuple[float, float]
@@ -87,6 +93,9 @@ def relative_margins(settings: Settings, shapes: Shapes, peak: str) -> Margin:
         )
         if applies
     )
+    if shapes.float8 and shapes.compile_block and peak.endswith("block_backward"):
+        more = FLOAT8_ROWWISE_BLOCK_MARGINS if shapes.rowwise else FLOAT8_BLOCK_MARGINS
+        below, above = below + more[0], above + more[1]
     if settings.model.attention != "sdpa":
         below, above = below + _masked_margin(shapes), above + _masked_margin(shapes)
     if shapes.moe is not None:
