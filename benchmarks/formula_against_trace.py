@@ -105,7 +105,23 @@ def cases() -> Iterator[Case]:
     ):
         yield Case(f"FSDP 4, vocabulary 2048, eager, {name}", 4, {**SMALL_VOCABULARY, **EAGER, **ac})
     yield Case("FSDP 4, vocabulary 2048, no AC", 4, {**SMALL_VOCABULARY, **NONE})
+    yield from float8_cases()
     yield from pipeline_cases()
+
+
+def float8_cases() -> Iterator[Case]:
+    """Where a block's own backward is the peak: float8, a compiled ring, a memory budget."""
+    for layout, values in (("FSDP 4", {}), ("FSDP 2 x TP 2", TP)):
+        for recipe in ("tensorwise", "rowwise"):
+            of_recipe = {"quantize.linear.float8.recipe_name": recipe} if recipe != "tensorwise" else {}
+            for name, ac in (("op", {}), ("full", FULL), ("none", NONE)):
+                keys = {**SMALL_VOCABULARY, **FLOAT8, **of_recipe, **values, **ac}
+                yield Case(f"{layout}, vocabulary 2048, float8 {recipe}, {name}", 4, keys)
+    eager = {**SMALL_VOCABULARY, **FLOAT8, **EAGER}
+    yield Case("FSDP 4, vocabulary 2048, float8 tensorwise, eager, op", 4, eager)
+    yield Case("FSDP 2 x CP 2, vocabulary 2048, no AC", 4, {**SMALL_VOCABULARY, **CP, **NONE})
+    budget = {"activation_checkpoint.mode": "memory_budget", "activation_checkpoint.memory_budget": 0.5}
+    yield Case("FSDP 4, vocabulary 2048, memory budget 0.5", 4, {**SMALL_VOCABULARY, **budget})
 
 
 def pipeline_cases() -> Iterator[Case]:
@@ -153,6 +169,9 @@ def main() -> None:
         "| job | peak in | traced MiB | formula MiB | error % |",
         "|---|---|---|---|---|",
         *lines,
+        "",
+        "Compiled float8 with scales for whole tensors, without TP: torch 2.13 writes an F-wide buffer in fp32 that",
+        "torch 2.11 writes in bf16. The formula is for 2.11, which the H200s ran (titan_tune/estimate/float8.py).",
         "",
         "Zero-bubble schedules run a block's weight half once per weight, and a checkpoint recomputes each time",
         "(titan_tune/estimate/halves.py has what is alive between the halves).",

@@ -353,8 +353,9 @@ class Search:
             if outcome is not None and outcome.status is not ProbeStatus.CANCELLED:
                 self._ledger.find_again(number, outcome)
         self._shown = {record.number for record in self._ledger.records}
-        if self._ledger.records:
-            self._view.note(f"resuming: {len(self._ledger.records)} probes are in the study already")
+        kept = sum(r.outcome.status is not ProbeStatus.CANCELLED for r in self._ledger.records)
+        if kept:
+            self._view.note(f"resuming: {kept} probe{'s are' if kept > 1 else ' is'} in the study already")
 
     def _recover(self) -> None:
         for held in self._ledger.abandoned():
