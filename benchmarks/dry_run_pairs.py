@@ -111,12 +111,31 @@ def values_of(name: str) -> dict[str, Value]:
     }
 
 
+def shrunk(values: Mapping[str, Value]) -> dict[str, Value]:
+    """The same for a processor."""
+    small = (
+        SMALL_JOB
+        if values["model.name"] == "llama3"
+        else {"model.flavor": "debugmodel", "training.seq_len": 128}
+    )
+    own = {key: value for key, value in values.items() if small is SMALL_JOB or not key.startswith(ARGS)}
+    return {
+        **own,
+        **small,
+        "compile.enable": False,
+        "model.converters": [],
+        "optimizer.implementation": "foreach",
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what the command line asks for."""
     options = parse(arguments)
     machine = local_cluster()
     table = Table(options.output)
-    done = {row["id"] for row in table.rows}
+    done = {
+        row["id"] for row in table.rows if "tokens_per_second_per_gpu" in row["real_run"] and row["ranks"]
+    }
     begun = time.monotonic()
     with Pairs(machine, options) as pairs:
         for name in options.only or NAMES:
@@ -167,11 +186,7 @@ class Pairs:
         """The real job, then its ranks one by one."""
         values = values_of(name)
         if self.device == "cpu":
-            values |= SMALL_JOB | {
-                "compile.enable": False,
-                "model.converters": [],
-                "optimizer.implementation": "foreach",
-            }
+            values = shrunk(values)
         row: dict[str, Any] = {
             "id": name,
             "world_size": GPUS,

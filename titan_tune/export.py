@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,12 +73,15 @@ def launch_command(
 ) -> tuple[str, ...]:
     """The plain torchrun command for one file, in the allocator mode that was measured."""
     allocator = ("env", f"PYTORCH_ALLOC_CONF={ALLOCATOR}") if device == "cuda" else ()
+    return (*allocator, *torchrun(num_nodes, gpus_per_node), *training_arguments(toml))
+
+
+def torchrun(num_nodes: int, gpus_per_node: int) -> tuple[str, ...]:
+    """torchrun with its own options."""
     rendezvous = ["--standalone"] if num_nodes == 1 else [
         f"--nnodes={num_nodes}", "--rdzv-backend=c10d", RENDEZVOUS,
     ]  # fmt: skip
-    return (
-        *allocator, "torchrun", *rendezvous, f"--nproc-per-node={gpus_per_node}", *training_arguments(toml),
-    )  # fmt: skip
+    return "torchrun", *rendezvous, f"--nproc-per-node={gpus_per_node}"
 
 
 def training_arguments(toml: Path) -> tuple[str, ...]:
@@ -122,8 +125,7 @@ def export(
         *provenance(info, study_name, standing, winner),
         *[f"trend check: {problem}" for problem in found],
         *[f"needs titan-tune beside torchtitan: {reason}" for reason in reasons],
-        *[f"set by titan-tune: {key} = {_shown(base.get(key))} -> {_shown(value)}"
-          for key, value in sorted(record.values.items()) if base.get(key) != value],
+        *changed_keys(base, record.values),
         f"launch: {command_text(command)}",
     ]  # fmt: skip
     lines = tuple(map(printable, comments))
@@ -192,6 +194,15 @@ def numerics_changes(info: StudyInfo, record: TrialRecord, winner: Winner | None
         axis
         for axis in info.numerics_axes
         if axis in record.choices and record.choices[axis] != base.get(axis)
+    ]
+
+
+def changed_keys(base: Job, values: Mapping[str, Value]) -> list[str]:
+    """What a configuration sets otherwise than the job as it was, one line a key."""
+    return [
+        f"set by titan-tune: {key} = {_shown(base.get(key))} -> {_shown(value)}"
+        for key, value in sorted(values.items())
+        if base.get(key) != value
     ]
 
 

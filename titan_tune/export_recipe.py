@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_tune.catalog.typed import printable, show
-from titan_tune.domain.candidate import Value
 from titan_tune.domain.probe import Origin
 from titan_tune.errors import InputError
-from titan_tune.export import RENDEZVOUS, command_text, provenance
+from titan_tune.export import changed_keys, command_text, provenance, torchrun
 from titan_tune.probe.launch import ALLOCATOR
 from titan_tune.study.info import StudyInfo
 from titan_tune.study.selection import Standing, Winner
@@ -80,8 +79,7 @@ def export_recipe(
     comments = [
         *provenance(info, study_name, standing, winner),
         *[f"trend check: {problem}" for problem in found],
-        *[f"set by titan-tune: {key} = {_shown(base.get(key))} -> {_shown(record.values[key])}"
-          for key in sorted(chosen)],
+        *changed_keys(base, record.values),
         "",
         f"A recipe for torchtitan {VERSION}, which needs torch 2.14 or newer. The figures above were"
         f" {_found(standing)} with torchtitan {_measured_with(info)};",
@@ -137,12 +135,9 @@ def launch_command(info: StudyInfo, output: Path, *, module: str, function: str)
     variables = [f"PYTORCH_ALLOC_CONF={ALLOCATOR}"] if info.device == "cuda" else []
     if output.parent != Path():
         variables.append(f"PYTHONPATH={output.parent}")
-    rendezvous = ["--standalone"] if cluster.num_nodes == 1 else [
-        f"--nnodes={cluster.num_nodes}", "--rdzv-backend=c10d", RENDEZVOUS,
-    ]  # fmt: skip
     return (
-        *(("env", *variables) if variables else ()), "torchrun", *rendezvous,
-        f"--nproc-per-node={cluster.gpus_per_node}", "-m", "torchtitan.train", "--module", module, "--config", function,
+        *(("env", *variables) if variables else ()), *torchrun(cluster.num_nodes, cluster.gpus_per_node),
+        "-m", "torchtitan.train", "--module", module, "--config", function,
     )  # fmt: skip
 
 
@@ -152,7 +147,3 @@ def _found(standing: Standing) -> str:
 
 def _measured_with(info: StudyInfo) -> str:
     return str(info.environment.get("packages", {}).get("torchtitan") or "0.2.2")
-
-
-def _shown(value: Value) -> str:
-    return "unset" if value is None else repr(value)

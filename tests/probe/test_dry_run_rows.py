@@ -1,14 +1,23 @@
 """Dry runs of single ranks on an H200 beside the real two-GPU runs of the same files."""
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 
+from titan_tune.catalog.loader import gpu_spec
+from titan_tune.domain.cluster import ClusterSpec
+from titan_tune.domain.estimate import Verdict
+from titan_tune.estimate import estimate_memory
 from titan_tune.probe.dry_run_outcome import MEMORY_MARGIN, PIPELINE_MARGIN
+from titan_tune.titan.job import job_from_text
+from titan_tune.titan.rules import first_invalid
+from titan_tune.titan.settings import resolve
 from titan_tune.units import GIB
 
-DATA = Path(__file__).parents[1] / "data"
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
 
 
 def rows(*names):
@@ -64,3 +73,17 @@ def test_every_layout_was_counted(row):
     for dry in row["ranks"].values():
         assert dry["active_bytes"] <= dry["reserved_bytes"]
         assert all(record["count"] > 0 and record["bytes"] > 0 for record in dry["collectives"])
+
+
+def test_the_pairs_to_be_measured_are_valid_jobs_of_two_h200s_and_on_a_processor(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    pairs = importlib.import_module("dry_run_pairs")
+    h200 = ClusterSpec(gpu=gpu_spec("h200"), gpus_per_node=2)
+    assert len(set(pairs.NAMES)) == len(pairs.NAMES) >= 12
+    for name in pairs.NAMES:
+        job = job_from_text("", name=name).with_values(pairs.values_of(name))
+        settings = resolve(job, h200)
+        assert first_invalid(settings, job.resolved()) is None, name
+        assert estimate_memory(settings).verdict is Verdict.FITS, name
+        small = job_from_text("", name=name).with_values(pairs.shrunk(pairs.values_of(name)))
+        assert resolve(small, h200).dims == settings.dims, name
