@@ -2,10 +2,12 @@
 
     python benchmarks/dry_run_pairs.py -o tests/data/h200_pairs.jsonl --seconds 560 [--only NAME,NAME] [--profile NAME]
 
-For each layout: the real job on GPUs 0 and 1, then every simulated rank alone on GPU 0, nothing beside them. A row a
-layout, appended as it comes; a second run goes on where the first stopped. ``benchmarks/dry_run_accuracy.py`` reads
-the rows. ``--profile`` adds one profiled step of both runs: milliseconds a kernel, to see what makes them differ.
-Without GPUs the jobs are shrunk to a few layers: that shows that the script runs, and nothing else.
+For each layout: the real job on GPUs 0 and 1, then every simulated rank alone on its GPU. Layouts come in twos, so that
+the dry runs of both share the two GPUs, one rank on each at a time (``--devices 0``: one by one). A row a layout,
+appended as it comes; a second run goes on where the first stopped. ``benchmarks/dry_run_accuracy.py`` reads the rows.
+``--profile`` adds one profiled step of both runs: milliseconds a kernel, to see what makes them differ;
+``--profile-slow N`` does so for the first N layouts whose rank alone is slower than the real job. Without GPUs the jobs
+are shrunk to a few layers: that shows that the script runs, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from measure_table import Table
@@ -36,6 +39,8 @@ from titan_tune.titan.settings import resolve
 
 POLL_SECONDS = 0.1
 GPUS: Final = 2
+STEPS: Final = 12
+WARMUP_STEPS: Final = 3
 PROFILED_STEPS: Final = 8
 KERNELS: Final = 40
 """How many of a profiled step are kept, the longest first."""
@@ -137,13 +142,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         row["id"] for row in table.rows if "tokens_per_second_per_gpu" in row["real_run"] and row["ranks"]
     }
     begun = time.monotonic()
+    left = [name for name in options.only or NAMES if name not in done]
     with Pairs(machine, options) as pairs:
-        for name in options.only or NAMES:
-            if name in done or time.monotonic() - begun > options.seconds:
-                continue
-            row = pairs.row(name, profiled=name in options.profile)
-            table.add(row)
-            print(f"{time.monotonic() - begun:5.0f} s  {describe(row)}", flush=True)
+        for start in range(0, len(left), pairs.dry.slots):
+            if time.monotonic() - begun > options.seconds:
+                break
+            for row in pairs.rows(left[start : start + pairs.dry.slots]):
+                table.add(row)
+                print(f"{time.monotonic() - begun:5.0f} s  {describe(row)}", flush=True)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -158,6 +164,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", **listed, help="names, as in this file")
     parser.add_argument("--profile", **listed, help="names")
+    parser.add_argument("--profile-slow", type=int, default=0, help="how many that are slower alone")
+    parser.add_argument(
+        "--devices", type=lambda text: text.split(","), default=["0", "1"], help="of dry runs"
+    )
     parser.add_argument("--launcher", default="preloaded", choices=("preloaded", "torchrun"))
     parser.add_argument("--runs", type=Path, default=Path("runs/pairs"))
     return parser.parse_args(arguments)
@@ -172,7 +182,9 @@ class Pairs:
         self.cluster = machine.model_copy(update={"num_nodes": 1, "gpus_per_node": GPUS})
         self.real = LocalRunner(GPUS, self.device, launcher=options.launcher)
         alone = LocalRunner(1, self.device, launcher=options.launcher)
-        devices = None if self.device == "cpu" else ["0"]
+        devices = None if self.device == "cpu" else options.devices
+        self.profiled: tuple[str, ...] = tuple(options.profile)
+        self.slow_left: int = options.profile_slow
         self.dry = DryRunner(self.cluster, machine, ranks=ALL, devices=devices, runner=alone)
 
     def __enter__(self) -> Pairs:
@@ -182,36 +194,48 @@ class Pairs:
         self.dry.close()
         self.real.close()
 
-    def row(self, name: str, *, profiled: bool) -> dict[str, Any]:
-        """The real job, then its ranks one by one."""
+    def rows(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """The real jobs one by one, then the ranks of all of them as GPUs are free."""
+        values = {name: self.values(name) for name in names}
+        rows = [self.real_row(name, values[name]) for name in names]
+        specs = [self.spec(name, values[name], "dry") for name in names]
+        probes = [self.dry.start(spec) for spec in specs]
+        for row, spec, probe in zip(rows, specs, probes, strict=True):
+            outcome = finished(probe)
+            row |= {"seconds": round(outcome.seconds, 1), "shared_gpu": False, "status": str(outcome.status)}
+            row |= {"message": outcome.message, "ranks": dry_ranks(spec.directory)}
+        for name, row in zip(names, rows, strict=True):
+            if slow := self.slow_left > 0 and slower_alone(row):
+                self.slow_left -= 1
+            if slow or name in self.profiled:
+                row["profile"] = {kind: self.profile(name, values[name], kind) for kind in ("real", "dry")}
+        return rows
+
+    def values(self, name: str) -> dict[str, Value]:
+        """The layout's keys, on a processor of a smaller model."""
         values = values_of(name)
-        if self.device == "cpu":
-            values = shrunk(values)
-        row: dict[str, Any] = {
+        return shrunk(values) if self.device == "cpu" else values
+
+    def real_row(self, name: str, values: Mapping[str, Value]) -> dict[str, Any]:
+        """The row with the real job's part."""
+        spec = self.spec(name, values, "real")
+        outcome = finished(self.real.start(spec))
+        return {
             "id": name,
             "world_size": GPUS,
-            "config": values,
+            "config": dict(values),
             "gpu": self.cluster.gpu.name,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             **{
                 package: importlib.metadata.version(package) for package in ("torch", "torchtitan", "torchao")
             },
+            "real_run": real_run(spec, outcome),
         }
-        spec = self.spec(name, values, "real")
-        outcome = finished(self.real.start(spec))
-        row["real_run"] = real_run(spec, outcome)
-        spec = self.spec(name, values, "dry")
-        outcome = finished(self.dry.start(spec))
-        row |= {"seconds": round(outcome.seconds, 1), "shared_gpu": False, "status": str(outcome.status)}
-        row |= {"message": outcome.message, "ranks": dry_ranks(spec.directory)}
-        if profiled:
-            row["profile"] = {kind: self.profile(name, values, kind) for kind in ("real", "dry")}
-        return row
 
     def spec(self, name: str, values: Mapping[str, Value], kind: str, *, profiled: bool = False) -> ProbeSpec:
         """The probe; steps enough for a median."""
         directory = self.runs / f"{name}-{kind}-{time.time_ns()}"
-        steps, warmup = (PROFILED_STEPS, 1) if profiled else (12, 3)
+        steps, warmup = (PROFILED_STEPS, 1) if profiled else (STEPS, WARMUP_STEPS)
         settings = ProbeSettings(
             steps=steps, warmup_steps=warmup, min_measured_steps=steps - warmup, retries=0
         )
@@ -238,6 +262,13 @@ class Pairs:
         outcome = finished((self.real if kind == "real" else self.dry).start(spec))
         traces = sorted(spec.directory.rglob("rank0_trace.json"))
         return kernels(json.loads(traces[-1].read_text())["traceEvents"]) if traces else outcome.message
+
+
+def slower_alone(row: Mapping[str, Any]) -> bool:
+    """Whether a rank without peers took longer a step than the real job."""
+    real = row["real_run"].get("step_seconds", [])[WARMUP_STEPS:]
+    alone = [rank["step_seconds"][WARMUP_STEPS:] for rank in row["ranks"].values()]
+    return bool(real and alone and all(alone)) and max(map(median, alone)) > median(real)
 
 
 def finished(probe: Any) -> ProbeOutcome:

@@ -132,12 +132,14 @@ def slots(devices: str, size: int) -> list[Slot]:
 def work(plan: Plan, done: list[dict[str, Any]], *, repeats: int, best: int) -> Iterator[Ranked]:
     """Every candidate once, then the ``best`` of them until each was measured ``repeats`` times.
 
-    Candidates that compile alike follow each other; ``done`` grows while this runs.
+    The job as it is comes first; candidates that compile alike follow each other; ``done`` grows while this runs.
     """
     seen = {row["config_id"] for row in done if "config_id" in row}
+    baseline = plan.baseline and plan.baseline.candidate.config_id
     items = sorted(
         plan.by_id.values(),
         key=lambda r: (
+            r.candidate.config_id != baseline,
             r.candidate.choices.get("compile", ""),
             -r.predicted_tokens_per_second,
             r.candidate.config_id,

@@ -110,7 +110,10 @@ def test_tp_is_waited_for_and_fsdp_less():
     fsdp = CollectiveRecord(Op.ALL_GATHER, 10, 1e8, 2, 8, 0, "forward", Cause.FSDP)
     tp = CollectiveRecord(Op.ALL_GATHER, 100, 1e8, 8, 1, 0, "forward", Cause.TP)
     alone = predict(settings, [run_of()], links)
-    assert (alone.step_seconds, alone.communication_seconds) == (1.0, 0.0)
+    assert (alone.compute_seconds, alone.communication_seconds) == (1.0, 0.0)
+    assert alone.step_seconds == 1.0 + alone.waiting_seconds > 1.0
+    one_gpu = settings_of(1)
+    assert predict(one_gpu, [run_of()], interconnect_of(one_gpu.cluster)).step_seconds == 1.0
     with_tp = predict(settings, [run_of(collectives=[tp])], links)
     with_fsdp = predict(settings, [run_of(collectives=[fsdp])], links)
     busy_tp = 100 * collective_seconds(Op.ALL_GATHER, 1e8, 8, links)
@@ -211,6 +214,15 @@ def test_chunks_lose_the_same_time_in_all(tmp_path):
     )
     assert math.fsum(chunk.count * chunk.seconds for chunk in run.chunks) == pytest.approx(0.8 - 0.2)
     assert [chunk.seconds for chunk in run.chunks] == pytest.approx([0.075, 0.075])
+
+
+def test_steps_slower_than_the_counted_one_do_not_lengthen_a_pipeline(tmp_path):
+    chunks = [{"stage": 0, "kind": kind, "count": 4, "seconds": 0.4} for kind in "FB"]
+    dims = settings_of(8, pipeline_parallel_degree=2, data_parallel_shard_degree=4).dims
+    path = write_count(tmp_path / "c.json", chunks=chunks, answer_seconds=0.0)
+    disturbed = read_run(path, dims, MEMORY, steps_of(9.0, 1.0, 1.4, 1.5), warmup=2)
+    assert disturbed.step_seconds == 1.0
+    assert [chunk.seconds for chunk in disturbed.chunks] == pytest.approx([0.1, 0.1])
 
 
 def test_another_gpu_changes_compute_and_widens_the_interval():

@@ -23,6 +23,7 @@ COMPONENT_OF: Final[Mapping[str, str]] = {
     "ddp_buckets": "gradients",
     "unsharded_gradients": "gradients",
     "reduce_buffers": "gradients",
+    "reduce_output": "gradients",
     "reduce_scatter_input": "gradients",
     "optimizer": "optimizer",
     "activations": "activations",
@@ -43,7 +44,7 @@ COMPONENT_OF: Final[Mapping[str, str]] = {
 
 GATHER_POOL: Final = frozenset({"gathered_block", "gathered_output", "gathered_kept"})
 """Allocated on FSDP's all-gather stream, which has its own allocator pool."""
-SHARD_GRADIENTS: Final = frozenset({"gradients", "new_gradients", "reduce_buffers"})
+SHARD_GRADIENTS: Final = frozenset({"gradients", "new_gradients", "reduce_buffers", "reduce_output"})
 """Allocated on FSDP's reduce-scatter stream."""
 
 

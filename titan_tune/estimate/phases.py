@@ -261,8 +261,11 @@ def fsdp_phases(s: Shapes) -> tuple[Phase, ...]:
     shard_of = size * sharded / s.shards
     output_shard = shard_of * output
     buffers = 4.0 / s.shards if keeps_reduce_buffers(s) else 0.0
+    # what is reduced in fp32 and stored in another dtype is held in both while it is cast
+    reduced = 4.0 / s.shards if size != 4 and not buffers else 0.0
     scatter_output = {
         "reduce_buffers": buffers * output,
+        "reduce_output": reduced * output,
         "residual_gradient": dout,
         "unsharded_gradients": compute * output,
         "reduce_scatter_input": 4 * output,
@@ -273,6 +276,7 @@ def fsdp_phases(s: Shapes) -> tuple[Phase, ...]:
     phases.append(Phase("output_reduce_scatter", state | held | scatter_output))
     scatter_embedding = {
         "reduce_buffers": buffers * s.shards * s.local_params,
+        "reduce_output": reduced * table,
         "gradients": sharded * held_bytes,
         "new_gradients": shard_of * table if s.accumulates or s.tables == 1 else 0.0,
         "unsharded_gradients": compute * s.vocab * s.dim,  # TP: keeps full-vocabulary storage

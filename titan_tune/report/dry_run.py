@@ -78,6 +78,8 @@ def _speed(answer: Answer, details: Mapping[str, Any]) -> Iterator[RenderableTyp
         if seconds >= 0.0005
     ]
     rows.append(("communication", details["communication_seconds"], ", ".join(causes)))
+    if waiting := details.get("waiting_seconds"):  # studies begun with 0.1 lack it
+        rows.append(("slowest rank", waiting, "ranks meet in every step, as found on two GPUs"))
     if answer.settings.dims.pp > 1:
         rows.append(
             ("pipeline bubble", details["bubble_seconds"], "from the schedule and the measured passes")
