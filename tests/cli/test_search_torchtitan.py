@@ -52,11 +52,16 @@ finalists = 1
 """
 
 
+MARK = "SEARCH_TEST_FOLDER"
+"""A variable of a search, and of everything that it starts or forks."""
+
+
 def start(folder: Path, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "titan_tune", "search", "space.toml", "--study", "s", *more]
     return subprocess.Popen(
         command,
         cwd=folder,
+        env={**os.environ, MARK: str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -65,11 +70,13 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def trial_processes(folder: Path) -> list[psutil.Process]:
-    """Live processes that carry this test's folder in their command line."""
+    """Live processes of this test's searches, other than a search itself. A fork has its parent's command line:
+    its environment tells."""
     found = []
     for process in psutil.process_iter():
         try:
-            if str(folder) in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+            mine = process.environ().get(MARK) == str(folder) and "space.toml" not in process.cmdline()
+            if mine and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue
@@ -98,6 +105,7 @@ def test_killed_interrupted_resumed_exported_and_run(tmp_path):
     # SIGKILL of the search while its first probe trains: nothing survives it
     search = start(tmp_path)
     wait_until(lambda: metrics_lines(tmp_path) >= 1)
+    assert len(trial_processes(tmp_path)) >= 4  # zygote, supervisor and two ranks
     search.kill()
     search.communicate()
     wait_until(lambda: not trial_processes(tmp_path), 60)
@@ -121,6 +129,7 @@ def test_killed_interrupted_resumed_exported_and_run(tmp_path):
     assert statuses.count("cancelled") == 2
     done = [r for r in found if r.measurement]
     assert [r.role for r in done] == [Role.BASELINE, Role.PROBE, Role.FINALIST, Role.FINALIST]
+    assert {r.outcome.details["launcher"] for r in done} == {"preloaded"}
     assert all(len(r.measurement.memory) == 2 and r.measurement.memory_kind == "rss" for r in done)
     for record in done:
         folder = tmp_path / "runs" / "s" / record.directory

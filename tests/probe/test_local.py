@@ -26,9 +26,8 @@ def run(tmp_path):
     runners = []
 
     def start(*, spec=None, grace_seconds=0.3, settings=None, nproc=1, **scenario):
-        runner = LocalRunner(
-            2, "cpu", grace_seconds=grace_seconds, command=fake_command(ranks=nproc, **scenario)
-        )
+        command = fake_command(ranks=nproc, **scenario)
+        runner = LocalRunner(2, "cpu", grace_seconds=grace_seconds, command=command, launcher="torchrun")
         runners.append(runner)
         return runner.start(spec or spec_in(tmp_path, nproc=nproc, **(settings or {})))
 
@@ -154,7 +153,8 @@ sys.path.insert(0, {here!r})
 from probe_helpers import fake_command, spec_in
 from titan_tune.probe.local import LocalRunner
 from titan_tune.probe.record import read_outcome
-runner = LocalRunner(1, "cpu", grace_seconds=0.3, command=fake_command(then="stubborn", steps=2))
+command = fake_command(then="stubborn", steps=2)
+runner = LocalRunner(1, "cpu", grace_seconds=0.3, command=command, launcher="torchrun")
 probe = runner.start(spec_in(pathlib.Path({directory!r})))
 while True:
     probe.poll()
@@ -188,7 +188,8 @@ def test_progress_follows_the_probe(run):
 
 
 def test_close_cancels_what_runs(tmp_path):
-    with LocalRunner(1, "cpu", grace_seconds=0.3, command=fake_command(then="sleep")) as runner:
+    command = fake_command(then="sleep")
+    with LocalRunner(1, "cpu", grace_seconds=0.3, command=command, launcher="torchrun") as runner:
         probe = runner.start(spec_in(tmp_path))
     assert probe.outcome.status is ProbeStatus.CANCELLED
 

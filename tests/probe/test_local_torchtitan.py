@@ -63,10 +63,19 @@ def probe_of(runner, directory, *, nproc, steps=4, settings=None, **changes):
     return runner.start(spec)
 
 
+@pytest.fixture(scope="module")
+def runners():
+    """One for each launcher; the first is the default."""
+    with (
+        LocalRunner(2, "cpu", grace_seconds=3) as default,
+        LocalRunner(2, "cpu", grace_seconds=3, launcher="torchrun") as torchrun,
+    ):
+        yield {"preloaded": default, "torchrun": torchrun}
+
+
 @pytest.fixture
-def runner():
-    with LocalRunner(2, "cpu", grace_seconds=3) as runner:
-        yield runner
+def runner(runners):
+    return runners["preloaded"]
 
 
 DDP = "[parallelism]\ndata_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 1\n"
@@ -104,11 +113,12 @@ def test_a_configuration_that_torchtitan_refuses(runner, tmp_path):
     assert outcome.message == "KeyError: 'float8' (rank 0, init)"
 
 
-def test_cancel_ends_workers_that_ignore_sigterm(runner, tmp_path):
-    probe = probe_of(runner, tmp_path, nproc=2, steps=10_000, custom_import="fault_ignore_sigterm")
+@pytest.mark.parametrize("launcher", ["preloaded", "torchrun"])
+def test_cancel_ends_workers_that_ignore_sigterm(runners, tmp_path, launcher):
+    probe = probe_of(runners[launcher], tmp_path, nproc=2, steps=10_000, custom_import="fault_ignore_sigterm")
     wait_until(lambda: probe.poll() or probe.progress().step >= 1, seconds=120)
     outcome = probe.cancel()
-    assert outcome.status is ProbeStatus.CANCELLED
+    assert (outcome.status, outcome.details["launcher"]) == (ProbeStatus.CANCELLED, launcher)
     assert probe._attempt.warden.exit_record()["killed"] >= 2
     assert processes_with(probe._attempt.warden.probe_id) == []
 

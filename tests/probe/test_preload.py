@@ -176,12 +176,38 @@ def test_sigkill_of_the_search_leaves_no_process(packages, tmp_path):
     wait_until(lambda: processes_with(mark) == [])
 
 
+NO_FORK = """
+import errno, os
+def none():
+    raise OSError(errno.ENOSYS, "no fork here")
+os.fork = none
+"""
+NO_PIDFD = """
+import errno, os
+def none(pid):
+    raise OSError(errno.ENOSYS, "no pidfd here")
+os.pidfd_open = none
+"""
+FORK_FAILS_ONCE = """
+import errno, os
+fork, calls, zygote = os.fork, [], os.getpid()
+def sometimes():
+    calls.append(None)
+    if len(calls) == 3 and os.getpid() == zygote:  # after the trial before it is ready, and a first probe's
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+    return fork()
+os.fork = sometimes
+"""
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
         ("triton.py", "raise ImportError('no driver')", "ImportError: no driver"),
         ("torch/_dynamo.py", "import torch\ntorch.cuda.is_initialized = lambda: True", "initialised CUDA"),
         ("torchao/float8.py", "import os\nos._exit(3)", "ended with code 3"),
+        ("triton.py", NO_FORK, "OSError: [Errno 38] no fork here"),
+        ("triton.py", NO_PIDFD, "OSError: [Errno 38] no pidfd here"),
     ],
 )
 def test_torchrun_starts_the_probe_where_no_zygote_can(runner, tmp_path, name, text, says):
@@ -191,7 +217,35 @@ def test_torchrun_starts_the_probe_where_no_zygote_can(runner, tmp_path, name, t
         assert outcome.status is ProbeStatus.COMPLETED, outcome
         assert outcome.details["launcher"].startswith("torchrun (")
         assert says in outcome.details["launcher"]
+        said = (
+            f"the preloaded launcher could not start this probe: it ran under {outcome.details['launcher']}"
+        )
+        assert outcome.warnings == (said,)
     assert len(runner._preloaded._zygotes) == 1  # and it is not tried again
+
+
+def test_a_fork_that_fails_costs_neither_the_zygote_nor_its_other_probes(runner, tmp_path):
+    packages = fake_packages.write(tmp_path / "packages", **{"triton.py": FORK_FAILS_ONCE})
+    first = running(runner.start(spec_of(tmp_path / "a", packages, steps=3, r0="sleep")))
+    # the scenario is part of the environment, and so of the zygote: the same for all three
+    second = running(runner.start(spec_of(tmp_path / "b", packages, steps=3, r0="sleep")))
+    assert second._attempt.warden.launcher == "torchrun (fork failed: [Errno 11] no more processes)"
+    third = running(runner.start(spec_of(tmp_path / "c", packages, steps=3, r0="sleep")))
+    assert third._attempt.warden.launcher == "preloaded"
+    assert first.poll() is None
+    assert len(runner._preloaded._zygotes) == 1
+
+
+def test_torchrun_starts_the_probe_where_no_process_can_be_had(packages, tmp_path, monkeypatch):
+    def none(environment):
+        raise OSError(12, "no memory for it")
+
+    monkeypatch.setattr(launcher, "Zygote", none)
+    with LocalRunner(1, "cpu", grace_seconds=0.3, command=fake_command(steps=10)) as runner:
+        outcome = wait_for_outcome(runner.start(spec_of(tmp_path, packages)))
+    assert outcome.status is ProbeStatus.COMPLETED, outcome
+    assert outcome.details["launcher"] == "torchrun (no preloading process: [Errno 12] no memory for it)"
+    assert len(outcome.warnings) == 1
 
 
 def test_a_probe_that_is_cancelled_while_the_zygote_imports_never_begins(runner, tmp_path):
@@ -230,7 +284,7 @@ def test_zygotes_are_few_and_the_idle_ones_make_room(runner, packages, tmp_path)
     assert all(probe.poll() is None for probe in busy)
     # every zygote is busy now
     outcome = wait_for_outcome(probe_in("e"))
-    assert outcome.details["launcher"] == "torchrun"
+    assert outcome.details["launcher"] == "torchrun (3 preloading processes are busy)"
     assert outcome.status is ProbeStatus.COMPLETED
 
 
@@ -242,11 +296,14 @@ def test_a_zygote_that_never_gets_ready_is_given_up(runner, tmp_path, monkeypatc
     assert "not ready within" in outcome.details["launcher"]
 
 
-@pytest.mark.parametrize("chosen", ["preloaded", "torchrun"])
-def test_the_space_files_setting_chooses_the_launcher(packages, tmp_path, chosen):
+@pytest.mark.parametrize(
+    ("settings", "used"),
+    [({}, "preloaded"), ({"launcher": "preloaded"}, "preloaded"), ({"launcher": "torchrun"}, "torchrun")],
+)
+def test_the_space_files_setting_chooses_the_launcher(packages, tmp_path, settings, used):
     with LocalRunner(1, "cpu", grace_seconds=0.3, command=fake_command(steps=10)) as runner:
-        spec = spec_of(tmp_path, packages, settings={"launcher": chosen})
-        assert wait_for_outcome(runner.start(spec)).details["launcher"] == chosen
+        outcome = wait_for_outcome(runner.start(spec_of(tmp_path, packages, settings=settings)))
+    assert (outcome.details["launcher"], outcome.warnings) == (used, ())
 
 
 def test_what_a_zygote_must_have_in_common_with_a_probe():

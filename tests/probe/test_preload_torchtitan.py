@@ -27,7 +27,7 @@ OF_THE_LAUNCH = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 @pytest.fixture(scope="module")
 def runners():
     with (
-        LocalRunner(2, "cpu", grace_seconds=3) as cold,
+        LocalRunner(2, "cpu", grace_seconds=3, launcher="torchrun") as cold,
         LocalRunner(2, "cpu", grace_seconds=3, launcher="preloaded") as warm,
     ):
         yield cold, warm

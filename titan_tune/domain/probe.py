@@ -63,8 +63,9 @@ class ProbeSettings(FrozenModel):
     """Further attempts after an infrastructure failure; never after any other."""
     data: str = Field(default="synthetic", pattern="^(synthetic|job)$")
     """``synthetic`` tokens (no tokenizer, no download) or the ``job``'s own dataset."""
-    launcher: str = Field(default="torchrun", pattern="^(preloaded|torchrun)$")
-    """``preloaded``: a local probe's processes are forked from one that has imported torchtitan already."""
+    launcher: str = Field(default="preloaded", pattern="^(preloaded|torchrun)$")
+    """``preloaded``: a local probe's processes are forked from one that has imported torchtitan already, or
+    started by ``torchrun`` where that cannot be. Other runners do not read it."""
     runner: str = Field(default="local", pattern="^(local|slurm|allocation|dry-run)$")
     """Where probes run, unless ``--runner`` says."""
     screen: str = Field(default="none", pattern="^(none|dry-run)$")

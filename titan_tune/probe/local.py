@@ -1,4 +1,5 @@
-"""Probes on this machine: torchrun under a warden, watched through the ranks' metrics files."""
+"""Probes on this machine: forked from a preloaded process, or torchrun under a warden; watched through the ranks'
+metrics files."""
 
 from __future__ import annotations
 
@@ -50,9 +51,9 @@ class LocalRunner:
         command: CommandBuilder = torchrun_command,
         launcher: str | None = None,
     ) -> None:
-        """``device`` is cuda or cpu. ``grace_seconds`` is how long torchrun may take to end its workers
-        before they are killed. ``command`` builds what is launched for a spec. ``launcher`` is torchrun or
-        preloaded (``ProbeSettings.launcher``, where ``None`` leaves it); ``command`` is then for when that fails.
+        """``device`` is cuda or cpu. ``grace_seconds`` is how long workers may take to end before they are
+        killed. ``launcher`` is torchrun or preloaded, and ``None`` leaves it to ``ProbeSettings.launcher``.
+        ``command`` builds what is launched for a spec: always with torchrun, where a fork fails with preloaded.
         """
         if device not in ("cuda", "cpu"):
             raise InputError(f"device={device!r} is not one of cuda, cpu")
@@ -252,12 +253,19 @@ class LocalProbe:
             seconds=self._ended - self._began,
             measurement=findings.measurement,
             details={**found.details, **findings.details},
-            warnings=findings.warnings,
+            warnings=(*findings.warnings, *self._not_preloaded()),
             attempts=self.attempts,
         )
         write_outcome(spec.directory, outcome)
         self._remove_launcher_logs()
         self.outcome = outcome
+
+    def _not_preloaded(self) -> tuple[str, ...]:
+        """What to say where the preloaded launcher was asked for and torchrun had to do it."""
+        used = self._attempt.warden.launcher
+        if self.preloaded is None or used == "preloaded":
+            return ()
+        return (f"the preloaded launcher could not start this probe: it ran under {used}",)
 
     def _evidence(self) -> Evidence:
         attempt, spec = self._attempt, self.spec

@@ -78,9 +78,12 @@ class PreloadedLauncher:
         Returns at once, also while the zygote is still importing. ``cold`` starts the probe without one.
         """
         whole = torchrun_environment(environment, num_ranks)
-        zygote = self._zygote(import_environment(whole))
+        try:
+            zygote = self._zygote(import_environment(whole))
+        except OSError as error:  # no process, memory or descriptor to be had
+            return _instead(cold, f"no preloading process: {error}")
         if zygote is None:
-            return cold()
+            return _instead(cold, f"{MAX_ZYGOTES} preloading processes are busy")
         request = Request(
             probe_id=probe_id,
             num_ranks=num_ranks,
@@ -119,6 +122,13 @@ class PreloadedLauncher:
         return zygote
 
 
+def _instead(cold: Callable[[], WardenProcess], why: str) -> WardenProcess:
+    """A start by torchrun that says why."""
+    launched = cold()
+    launched.launcher = f"torchrun ({why})"
+    return launched
+
+
 class Zygote:
     """One zygote process, seen from the search."""
 
@@ -131,6 +141,8 @@ class Zygote:
         """(pid, pidfd) of supervisors by probe, until the probe's handle takes them."""
         self.skipped: set[str] = set()
         """Probes that were cancelled before they began."""
+        self.refused: dict[str, str] = {}
+        """Why a probe could not be forked, until the probe's handle takes it."""
         self.running: set[str] = set()
         self.mark = uuid.uuid4().hex
         self._began = time.monotonic()
@@ -202,6 +214,8 @@ class Zygote:
                 self.started[probe_id] = (pid, descriptors[0])
             case {"skipped": probe_id}:
                 self.skipped.add(probe_id)
+            case {"refused": probe_id, "why": text}:
+                self.refused[probe_id] = text
             case {"error": text}:
                 self.failure = text
 
@@ -286,9 +300,10 @@ class ForkedProbe:
         if self.probe_id in self._zygote.started:
             self.pid, self._pidfd = self._zygote.started.pop(self.probe_id)
             return
-        self._failure = self._failure or self._zygote.failure
+        self._failure = self._failure or self._zygote.refused.pop(self.probe_id, None) or self._zygote.failure
         if self._failure is not None:
-            processes.kill_marked(self.probe_id)  # the zygote may have died between the fork and its answer
+            if self._zygote.was_ready:  # it may have died between the fork and its answer
+                processes.kill_marked(self.probe_id)
             self._zygote.running.discard(self.probe_id)
             if not self._asked:
                 self._fallback = self._cold()

@@ -1,7 +1,8 @@
 """``python -u -m titan_tune.probe.preload.zygote PARENT_PID SOCKET_FD``: imports once, then forks probes.
 
 It answers ``ready`` or ``error`` on the socket, then each request with the pid and a pidfd of the probe's
-supervisor. It ends when the socket closes or its parent does; supervisors then end their probes.
+supervisor, or with why there is none. It ends when the socket closes or its parent does; supervisors then end
+their probes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main() -> None:
     with socket.socket(fileno=descriptor) as channel:
         try:
             seconds = imports.preload()
+            check_fork()
         except Exception as error:
             traceback.print_exc()
             send(channel, {"error": f"{type(error).__name__}: {error}"})
@@ -75,7 +77,12 @@ def fork_supervisor(
 ) -> Rank | None:
     """Fork, and answer the search; what each rank is to run in the ranks, which the supervisor forks."""
     zygote = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # the other probes of this process go on
+        os.close(control)
+        send(channel, {"refused": request.probe_id, "why": f"fork failed: {error}"})
+        return None
     if pid == 0:
         try:
             channel.close()
@@ -94,6 +101,17 @@ def fork_supervisor(
     send(channel, {"started": request.probe_id, "pid": pid}, (pidfd,))
     os.close(pidfd)
     return None
+
+
+def check_fork() -> None:
+    """Raise OSError where this process cannot fork, or cannot hand out what it forked."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    try:
+        os.close(os.pidfd_open(pid))
+    finally:
+        os.waitpid(pid, 0)
 
 
 def reap() -> None:
