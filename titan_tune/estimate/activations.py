@@ -42,7 +42,7 @@ def _saved_autocast(s: Shapes, mode: Recompute, is_moe: bool) -> float:
     weights = saved_weight_bytes(s, mode, is_moe)
     if s.compile_block:
         norms = 6 if not is_moe else 4  # the norm outputs, cast once, and wo's output in a dense block
-        if s.float8:
+        if s.float8 and not s.bf16_weight_gradients:
             norms = 2
         ffn = _kept_experts(s) if is_moe else 2 * tokens * (2 if s.recomputes_operands else 3) * s.ffn
         hidden = residual * (2 if is_moe else 1) + norms * tokens * dim
@@ -52,8 +52,6 @@ def _saved_autocast(s: Shapes, mode: Recompute, is_moe: bool) -> float:
     if is_moe and s.moe is not None:
         readers += 1 if s.moe.shared_hidden else -1  # the router; no dense w1 and w3
     norm_copies = (2 * readers if fp32 else 4) * tokens * dim
-    if s.float8 and fp32 and not is_moe:  # float8 linears keep what they cast
-        norm_copies = 8 * tokens * dim
     ffn = _kept_experts(s) if is_moe else 2 * tokens * 4 * s.ffn
     return 2 * residual + norm_copies + kept + ffn + weights
 

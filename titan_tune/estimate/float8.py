@@ -81,12 +81,9 @@ def _with_bf16_gradients(s: Shapes, num_saved: int, saved: float, attention: flo
     copies for the matmuls with w1 and w3: as much as :func:`float8_feed_forward` has with scales for whole tensors."""
     size, copy = s.compute_bytes, s.tokens * s.dim
     product, weight = s.tokens * s.ffn / s.tp, s.dim * s.ffn / s.tp
-    if num_saved == 2:  # w2's gradient; the product is among what was saved, and gone
-        entered = (size + 2) * product + size * weight
-        casts = s.path is ParamPath.AUTOCAST and s.param_bytes == FP32_BYTES
-        if casts:  # norm outputs are recomputed in fp32, when the product is gone
-            recomputed = (4 * size + 2 * FP32_BYTES + 1) * copy + FP32_BYTES * weight - size * product
-            entered = max(entered, recomputed)
+    casts = s.path is ParamPath.AUTOCAST and s.param_bytes == FP32_BYTES
+    if num_saved == 2:  # w2's gradient, also cast; the product is among what was saved, and gone
+        entered = (size + 2) * product + size * weight * (2 if casts else 1)
         if s.tp > 1:  # the product's gradient; the block's whole and as it is cast
             entered = size * (product + copy) + copy
         return saved + entered
@@ -98,7 +95,8 @@ def _with_bf16_gradients(s: Shapes, num_saved: int, saved: float, attention: flo
         return attention + size * (5 * product + 3 * copy + copy / s.tp + weight) + late
     swiglu = (6 * size + 2) * product
     if num_saved == 1:
-        return saved + swiglu + 2 * size * copy + weight + s.dim * s.attention.output
+        copies = 3 if casts else 2  # the norm's output, cast
+        return saved + swiglu + copies * size * copy + weight + s.dim * s.attention.output
     return attention + swiglu + size * (product + copy) + late
 
 

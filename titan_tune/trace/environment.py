@@ -23,6 +23,7 @@ def start(recorder: Recorder, *, world_size: int, rank: int) -> None:
     replicated.install(recorder)
     _drop_profiler_labels()
     _use_cpu_as_device()
+    _cast_in_float8_linears()
     _keep_meshes_real()
     _pause_in_sharding_propagation(recorder)
     import torch.distributed as dist
@@ -48,6 +49,21 @@ def _use_cpu_as_device() -> None:
     for name, module in modules.items():
         if name.startswith("torchtitan.") and hasattr(module, "has_cuda_capability"):
             module.has_cuda_capability = lambda major, minor: True
+
+
+def _cast_in_float8_linears() -> None:
+    """They ask whether CUDA's autocast is on; here it is the processor's."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    original = Float8Linear.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            input = input.to(torch.get_autocast_dtype("cpu"))
+        return original(self, input)
+
+    Float8Linear.forward = forward
 
 
 def _drop_profiler_labels() -> None:
