@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import titan_tune
 from titan_tune.catalog.typed import printable
@@ -20,7 +21,7 @@ from titan_tune.study.records import TrialRecord
 from titan_tune.study.selection import Standing, Winner
 from titan_tune.study.trend import Check, problems
 from titan_tune.titan.job import Job, render
-from titan_tune.units import format_gib
+from titan_tune.units import format_gib, gib
 
 RENDEZVOUS = "--rdzv-endpoint=$MASTER_ADDR:29500"
 """The one word of a command that the shell expands."""
@@ -38,6 +39,8 @@ class Export:
     """What stands at the top of every exported file: where the result is from, what to know before it runs."""
     problems: tuple[str, ...] = ()
     """Trend checks that are not ok, one line each; they are among the comments."""
+    reasons: tuple[str, ...] = ()
+    """Why it needs the plug-in, one line each."""
 
 
 def plugin_reasons(job: Job, *, device: str) -> list[str]:
@@ -129,7 +132,7 @@ def export(
         f"launch: {command_text(command)}",
     ]  # fmt: skip
     lines = tuple(map(printable, comments))
-    return Export(render(base, changed, comments=lines), command, bool(reasons), lines, found)
+    return Export(render(base, changed, comments=lines), command, bool(reasons), lines, found, tuple(reasons))
 
 
 def provenance(info: StudyInfo, study_name: str, standing: Standing, winner: Winner | None) -> list[str]:
@@ -204,6 +207,51 @@ def changed_keys(base: Job, values: Mapping[str, Value]) -> list[str]:
         for key, value in sorted(values.items())
         if base.get(key) != value
     ]
+
+
+def configuration_json(info: StudyInfo, standing: Standing, winner: Winner | None) -> dict[str, Any]:
+    """One configuration and its figures as ``export --json`` prints them: those of its file's comments.
+
+    ``overrides`` are torchtitan keys that differ from the job as it was; ``predicted`` is the formula's answer, empty
+    where it had none. Memory is GiB, of the worst rank.
+    """
+    record, measurement, base = standing.latest, standing.latest.measurement, info.base()
+    baseline = winner.baseline if winner else None
+    is_baseline = baseline is not None and baseline.config_id == standing.config_id
+    gain = Winner(standing, baseline) if baseline is not None and not is_baseline else None
+    return {
+        "config_id": standing.config_id,
+        "trial": record.number,
+        "is_baseline": is_baseline,
+        "choices": dict(record.choices),
+        "overrides": {
+            key: {"before": base.get(key), "after": value}
+            for key, value in sorted(record.values.items())
+            if base.get(key) != value
+        },
+        "origin": str(standing.origin),
+        "tokens_per_second_per_gpu": standing.tokens_per_second,
+        "interval": list(standing.interval),
+        "runs": len(standing.runs),
+        "gain_over_baseline": gain.gain if gain else None,
+        "gain_origin": str(gain.gain_origin) if gain else None,
+        "baseline_tokens_per_second_per_gpu": baseline.tokens_per_second if baseline else None,
+        "memory": {
+            "kind": measurement.memory_kind,
+            "peak_active_gib": gib(measurement.peak_active_bytes),
+            "peak_reserved_gib": gib(measurement.peak_reserved_bytes),
+            "peak_device_gib": gib(measurement.peak_device_bytes),
+        }
+        if measurement
+        else None,
+        "predicted": dict(record.predicted),
+        "numerics_changes": {axis: record.choices[axis] for axis in numerics_changes(info, record, winner)},
+        "layout_effects": list(
+            layout_effects(
+                info.base(), info.cluster, record.values, baseline.latest.values if baseline else {}
+            )
+        ),
+    }
 
 
 def _shown(value: Value) -> str:

@@ -113,6 +113,15 @@ def one_line(capsys) -> str:
         (["export", "nothing"], 2, ["nothing", "no such study"]),
         (["export", "nothing", "--format", "yaml"], 2, ["--format", "yaml", "toml"]),
         (["report", "nothing"], 2, ["nothing", "no such study"]),
+        (["export", "job.toml"], 2, ["job.toml: is a file, not a study", "name or its folder"]),
+        (["report", "./job.toml"], 2, ["job.toml: is a file, not a study"]),
+        (["export", ""], 2, ["STUDY: is empty"]),
+        (
+            ["export", "s", "--runs-dir", "nodir"],
+            2,
+            ["nodir/s: no such study", "--runs-dir nodir: there is no"],
+        ),
+        (["report", "s", "--runs-dir", "job.toml"], 2, ["no such study", "--runs-dir job.toml: is a file"]),
         (["diagnose", "nothing.log"], 2, ["nothing.log"]),
         (["frobnicate"], 2, ["frobnicate"]),
         (["estimate"], 2, ["JOB"]),
@@ -158,6 +167,15 @@ def test_impossible_degrees_are_exit_code_3_with_the_rule(files, capsys):
     assert run(["estimate", "degrees.toml", "--gpus", "8", "--gpu", "h200"]) == 3
     text = capsys.readouterr().out
     assert "tensor_parallel_degree" in text and "Traceback" not in text
+
+
+def test_a_file_that_names_no_model_is_told_so(files, capsys):
+    (files / "empty.toml").write_text("")
+    assert run(["estimate", "empty.toml", "--gpus", "8", "--gpu", "h200", "--json"]) == 0
+    line = one_line(capsys)
+    assert line == "empty.toml: names no model; torchtitan's default is llama3 debugmodel"
+    assert run(["estimate", "job.toml", "--gpus", "8", "--gpu", "h200", "--json"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_search_on_a_machine_without_the_gpus_of_the_space(files, capsys):

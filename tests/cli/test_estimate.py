@@ -59,6 +59,7 @@ SCHEMA: dict[str, Any] = {
     "components_gib": dict.fromkeys(COMPONENTS, NUMBER),
     "stages": [{"stage": int, "peak_active_gib": NUMBER, "peak_reserved_gib": NUMBER, "peak_phase": str}],
     "step_time": {"seconds": NUMBER, "tokens_per_second_per_gpu": NUMBER, "interval": [NUMBER]},
+    "advice_method": (str, type(None)),
     "minimum_gpus": (int, type(None)),
     "minimum_gpus_under_pressure": (int, type(None)),
     "warnings": [{"rule": str, "message": str, "fix": str}],
@@ -75,7 +76,8 @@ SCHEMA: dict[str, Any] = {
 """Scripts rely on it; keys may be added, never renamed or dropped."""
 FIGURES = [
     "fits", "verdict", "peak_active_gib", "peak_active_interval_gib", "peak_reserved_gib", "device_used_gib",
-    "peak_phase", "worst_stage", "components_gib", "stages", "step_time", "minimum_gpus", "minimum_gpus_under_pressure",
+    "peak_phase", "worst_stage", "components_gib", "stages", "step_time", "advice_method", "minimum_gpus",
+    "minimum_gpus_under_pressure",
 ]  # fmt: skip
 
 
@@ -172,7 +174,7 @@ def test_70b_on_eight_80_gb_gpus_says_what_it_takes(
     text = capsys.readouterr().out
     first, rest = text.split("\n", 1)
     assert first.startswith("does not fit  llama3 70B on 8 × h100-80gb: a GPU needs 176.8 GiB")
-    assert "as it is    1024 GPUs, under pressure; without it no number is enough: on 65536 GPUs" in rest
+    assert "as it is    1024 GPUs, under pressure; without it no number is enough: on 4096 GPUs" in rest
     assert 'on 32 GPUs  activation_checkpoint.mode = "full"' in rest
 
 
@@ -311,6 +313,8 @@ def test_trace_in_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     check(document, SCHEMA)
     assert (code, document["method"], document["fits"]) == (0, "trace", True)
     assert trace["phases_gib"] and trace["torch"]
+    assert document["advice_method"] == "formula"
+    assert any(sentence.startswith("speed, minimum GPUs and sug") for sentence in document["assumptions"])
     assert any(sentence.startswith("attention:") for sentence in document["assumptions"])
     assert 'id="timeline"' in page.read_text(encoding="utf-8")
     assert "tracing two steps of one rank" in capfd.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 import subprocess
 import tomllib
@@ -10,7 +11,8 @@ import pytest
 
 from tests.export.small_studies import info, make_study, measurement
 from titan_tune.cli import run
-from titan_tune.domain.probe import Origin
+from titan_tune.domain.probe import Origin, RankMemory
+from titan_tune.units import GIB
 
 
 @pytest.fixture(autouse=True)
@@ -159,3 +161,80 @@ def test_a_sound_winner_has_no_warning(folder, capsys):
     assert run(["export", "s"]) == 0
     assert "trend check" not in capsys.readouterr().err
     assert "trend check" not in (folder / "best.toml").read_text()
+
+
+def exported_json(capsys, *arguments):
+    assert run(["export", "s", *arguments, "--json"]) == 0
+    captured = capsys.readouterr()
+    return json.loads(captured.out), captured.err
+
+
+def test_json_has_the_file_the_configuration_and_its_figures(folder, capsys):
+    make_study(folder / "runs", "s")
+    document, said = exported_json(capsys)
+    assert (document["schema"], document["study"], document["format"]) == (1, "s", "toml")
+    (found,) = document["exports"]
+    assert found["files"] == ["best.toml"] and (folder / "best.toml").exists()
+    assert "wrote best.toml" in said and "run it: " in said
+    assert found["command"][-2:] == ["--job.config_file", "best.toml"]
+    assert (found["config_id"], found["trial"], found["is_baseline"]) == ("full-id", 1, False)
+    assert found["choices"] == {"activation_checkpoint": "full"}
+    assert found["overrides"] == {"activation_checkpoint.mode": {"before": "selective", "after": "full"}}
+    assert (found["origin"], found["tokens_per_second_per_gpu"]) == ("measured", 7000.0)
+    assert found["gain_over_baseline"] == pytest.approx(1 / 6) and found["gain_origin"] == "measured"
+    assert found["memory"] == {
+        "kind": "cuda",
+        "peak_active_gib": 40,
+        "peak_reserved_gib": 44,
+        "peak_device_gib": 46,
+    }
+    assert found["predicted"] == {"tokens_per_second_per_gpu": 6500.0, "active_gib": 41.0}
+    assert (found["needs_titan_tune"], found["torchtitan"]) == ([], "0.2.2")
+
+
+def test_json_of_the_job_as_it_was_has_no_gain(folder, capsys):
+    make_study(folder / "runs", "s")
+    (found,) = exported_json(capsys, "--trial", "0")[0]["exports"]
+    assert found["is_baseline"] and found["gain_over_baseline"] is None and found["overrides"] == {}
+
+
+def test_json_of_a_dry_run_says_so(folder, capsys):
+    make_study(folder / "runs", "s", best=measurement(7000.0, origin=Origin.DRY_RUN))
+    (found,) = exported_json(capsys)[0]["exports"]
+    assert (found["origin"], found["gain_origin"]) == ("dry run", "dry run")
+
+
+@pytest.mark.parametrize(
+    ("format_name", "files", "command"),
+    [
+        ("command", ["best.toml"], ["--job.config_file", "best.toml"]),
+        ("sbatch", ["best.sh", "best.toml"], ["sbatch", "best.sh"]),
+        ("python", ["best.py"], ["--config", "llama3_8b_tuned"]),
+    ],
+)
+def test_json_is_all_that_stdout_gets_whatever_the_format(folder, capsys, format_name, files, command):
+    make_study(folder / "runs", "s")
+    (found,) = exported_json(capsys, "--format", format_name)[0]["exports"]
+    assert found["files"] == files and all((folder / name).exists() for name in files)
+    assert found["command"][-2:] == command
+    assert found["torchtitan"] == ("0.3.0" if format_name == "python" else "0.2.2")
+
+
+def test_json_has_a_row_for_each_of_a_front(folder, capsys):
+    larger = (RankMemory(0, 50 * GIB, 60 * GIB, 61 * GIB),)
+    make_study(folder / "runs", "s", best=measurement(7000.0, memory=larger))
+    document, _ = exported_json(capsys, "--pareto")
+    assert [row["files"] for row in document["exports"]] == [
+        ["front/full-id.toml"],
+        ["front/selective-2-id.toml"],
+    ]
+
+
+def test_json_has_the_warnings_and_what_has_to_be_installed(folder, capsys):
+    trend = {"step_jitter": 0.4, "slow_steps": 3, "alloc_retries": 0, "late_alloc_retries": 0, "ooms": 0}
+    make_study(folder / "runs", "s", study_info=info(cpu=True, per_node=2), details={"trend": trend})
+    (found,) = exported_json(capsys)[0]["exports"]
+    assert any("trend check fail: step time" in warning for warning in found["warnings"])
+    assert found["needs_titan_tune"] == ["torchtitan itself does not start without an accelerator"]
+    (recipe,) = exported_json(capsys, "--format", "python")[0]["exports"]
+    assert any("not carried over: the study ran on CPU" in warning for warning in recipe["warnings"])

@@ -15,9 +15,10 @@ from titan_tune.catalog.loader import gpu_spec
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.domain.estimate import Verdict
 from titan_tune.estimate.accounting import accounting
-from titan_tune.estimate.answer import Answer, answer
+from titan_tune.estimate.answer import BESIDE_TRACE, Answer, answer, answer_json
 from titan_tune.estimate.traced import Traced
 from titan_tune.report.blocks import POLICY
+from titan_tune.report.estimate import figures, needs, suggestions_title
 from titan_tune.report.memory_charts import last_step, timeline
 from titan_tune.report.memory_html import render_memory_html
 from titan_tune.titan.job import job_from_text
@@ -141,6 +142,23 @@ def test_a_trace_draws_its_last_step() -> None:
     assert "all is well" in page.text["assumptions"]
     two = Page(render_memory_html(traced_answer(POINTS, ranks=2), "job.toml"))
     assert "stage 0" in two.text["timeline"] and "stage 1" in two.text["timeline"]
+
+
+def test_a_trace_says_what_is_by_formula_all_the_same() -> None:
+    fits = traced_answer(POINTS)
+    assert fits.memory is not None and fits.minimum is not None
+    minimum = next(detail for name, _, detail in figures(fits, fits.memory) if name == "minimum")
+    assert minimum.startswith("by formula, ")
+    assert BESIDE_TRACE in fits.assumptions and needs(fits) == []
+    by_formula = asked()
+    assert by_formula.memory is not None and by_formula.suggestions
+    tight = replace(by_formula, method="trace", traces=fits.traces)
+    assert needs(tight)[-1] == ("by formula", "all of these: only the job itself was traced")
+    assert suggestions_title(tight, by_formula.memory) == "What makes it fit, by formula"
+    assert suggestions_title(by_formula, by_formula.memory) == "What makes it fit"
+    assert "What makes it fit, by formula" in render_memory_html(tight, "job.toml")
+    assert answer_json(tight)["advice_method"] == answer_json(by_formula)["advice_method"] == "formula"
+    assert BESIDE_TRACE not in by_formula.assumptions
 
 
 def test_last_step_begins_at_the_last_zero_grad() -> None:

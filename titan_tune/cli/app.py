@@ -222,6 +222,7 @@ def export(
     storage: Storage = None,
     runs_dir: Runs = Path("runs"),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write the best measured configuration as a torchtitan TOML that runs as it is."""
     from titan_tune.cli.export import run_export
@@ -229,7 +230,7 @@ def export(
     raise typer.Exit(
         run_export(
             study, output=output, trial=trial, pareto=pareto, format_name=format_name,
-            storage=concealed(storage), runs_dir=runs_dir, force=force,
+            storage=concealed(storage), runs_dir=runs_dir, force=force, as_json=as_json,
         )
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from titan_tune.calibrate.store import calibrated
+from titan_tune.cli.console import stderr_console
 from titan_tune.cli.files import write_result
 from titan_tune.cli.target import cluster_from
 from titan_tune.domain.candidate import Value
@@ -66,6 +67,9 @@ def run_estimate(
             f"{job_path}: is a search space, not a job: search {job_path} --plan shows the estimates of its candidates"
         )
     job = load_job(job_path, sets=sets, hf_config=hf_config)
+    if not {"model.name", "model.flavor"} & job.values.keys():
+        note = f"{job_path}: names no model; torchtitan's default is {job.model.name} {job.model.flavor}"
+        stderr_console().print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
     cluster = calibrated(
         cluster_from(local_cluster(), gpus=gpus, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu)
     )
@@ -108,7 +112,6 @@ def _answer(
     job: Job, cluster: ClusterSpec, method: str, *, advise: bool = True, gpus_per_node: int | None = None
 ) -> Answer:
     if method == DRY_RUN:
-        from titan_tune.cli.console import stderr_console
         from titan_tune.cli.dry_run import dry_run_answer
 
         return dry_run_answer(job, cluster, stderr_console())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_tune.cli.console import stderr_console
 from titan_tune.cli.files import write_result
+from titan_tune.cli.studies import opened_study
 from titan_tune.errors import InputError, ProbesFailedError
 
 if TYPE_CHECKING:
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 FORMATS = ("toml", "command", "sbatch", "python")
 NAMES = {"sbatch": "best.sh", "python": "best.py"}
 """The default output of formats that are not a TOML."""
+SCHEMA = 1
 OWN_FILE = "# titan-tune "
 """How a file that titan-tune may replace begins; a script has it in its second line."""
 
@@ -34,20 +39,20 @@ def run_export(
     storage: str | None,
     runs_dir: Path,
     force: bool,
+    as_json: bool = False,
 ) -> int:
     """Write the chosen configuration(s); returns the exit code.
 
     ``output`` is the file to write, with ``pareto`` the folder of the files. For the format ``sbatch`` it is the
     script, which gets its TOML beside it; for ``command`` the TOML that the printed command runs; for ``python`` the
-    recipe, and nothing beside it.
+    recipe, and nothing beside it. With ``as_json`` stdout gets one JSON object and nothing else.
 
     Raises:
         InputError: no such study or trial, options that exclude each other, a file in the way, or for ``python`` a
             model that torchtitan 0.3.0 does not have.
         ProbesFailedError: nothing was measured.
     """
-    from titan_tune.export import command_text, export
-    from titan_tune.study.open import open_study
+    from titan_tune.export import configuration_json
     from titan_tune.study.selection import winner
     from titan_tune.study.trend import standing_checks, study_checks
 
@@ -55,7 +60,7 @@ def run_export(
         raise InputError(f"--format: {format_name!r} is not one of: {', '.join(FORMATS)}")
     if trial is not None and pareto:
         raise InputError("--trial and --pareto exclude each other")
-    opened = open_study(study, storage=storage, runs_dir=runs_dir)
+    opened = opened_study(study, storage=storage, runs_dir=runs_dir)
     best = winner(opened.records)
     if best is None:
         raise ProbesFailedError(f"study {opened.name!r} has no measured configuration yet")
@@ -63,29 +68,55 @@ def run_export(
     if output.is_dir() and not pareto:
         raise InputError(f"-o: {output} is a folder; name a file in it")
     checks = study_checks(opened.info, opened.records)
+    rows: list[dict[str, Any]] = []
     for standing, path in chosen(opened, best.standing, output, trial=trial, pareto=pareto):
-        if format_name == "python":
-            write_recipe(opened, best, standing, path, checks=standing_checks(standing, checks), force=force)
-            continue
-        toml, script = path, None
-        if format_name == "sbatch":
-            toml = path.with_suffix(".toml")
-            script = path if path != toml else path.with_suffix(".sh")
-        exported = export(
-            opened.info, opened.name, standing,
-            winner=best, output=toml, checks=standing_checks(standing, checks),
-        )  # fmt: skip
-        write_file(toml, exported.toml, force=force)
-        say(f"wrote {toml}: {speed(standing)}")
-        for problem in exported.problems:
-            say(f"warning: trend check {problem}")
-        if script is not None:
-            write_script(script, exported, opened, toml, force=force)
-        elif format_name == "command":
-            print(command_text(exported.command))
-        else:
-            say(f"run it: {command_text(exported.command)}")
+        order = Order(opened, best, standing, path, standing_checks(standing, checks), format_name, force)
+        written = write_recipe(order) if format_name == "python" else write_job(order, quiet=as_json)
+        rows.append(written_json(written) | configuration_json(opened.info, standing, best))
+    if as_json:
+        head = {"schema": SCHEMA, "study": opened.name, "format": format_name}
+        print(json.dumps(head | {"exports": rows}, indent=1, default=str))
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One configuration to be written."""
+
+    opened: OpenStudy
+    best: Winner
+    standing: Standing
+    path: Path
+    checks: Sequence[Check]
+    format_name: str
+    force: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of it."""
+
+    files: tuple[Path, ...]
+    """The one to run first."""
+    command: tuple[str, ...]
+    """Word by word; in a rendezvous ``$MASTER_ADDR`` is the shell's."""
+    torchtitan: str
+    """The version that the file is for."""
+    needs: tuple[str, ...] = ()
+    """Why titan-tune has to be installed beside torchtitan, one line each; empty when it need not."""
+    warnings: tuple[str, ...] = ()
+    """Trend checks that are not ok, and what was not carried over."""
+
+
+def written_json(written: Written) -> dict[str, Any]:
+    """The files as ``--json`` prints them."""
+    return {
+        "files": [str(path) for path in written.files],
+        "torchtitan": written.torchtitan,
+        "command": list(written.command),
+        "needs_titan_tune": list(written.needs),
+        "warnings": list(written.warnings),
+    }
 
 
 def chosen(
@@ -99,29 +130,55 @@ def chosen(
     return [(standing_of_trial(opened.records, trial) if trial is not None else best, output)]
 
 
-def write_recipe(
-    opened: OpenStudy,
-    best: Winner,
-    standing: Standing,
-    path: Path,
-    *,
-    checks: Sequence[Check],
-    force: bool,
-) -> None:
+def write_job(order: Order, *, quiet: bool) -> Written:
+    """Write one configuration as a TOML, for ``sbatch`` with its script; ``quiet`` keeps the command off stdout."""
+    from titan_tune.estimate.answer import TORCHTITAN
+    from titan_tune.export import command_text, export
+
+    toml, script = order.path, None
+    if order.format_name == "sbatch":
+        toml = order.path.with_suffix(".toml")
+        script = order.path if order.path != toml else order.path.with_suffix(".sh")
+    opened, standing = order.opened, order.standing
+    exported = export(opened.info, opened.name, standing, winner=order.best, output=toml, checks=order.checks)
+    write_file(toml, exported.toml, force=order.force)
+    say(f"wrote {toml}: {speed(standing)}")
+    warnings = [f"trend check {problem}" for problem in exported.problems]
+    for warning in warnings:
+        say(f"warning: {warning}")
+    if script is not None:
+        write_script(script, exported, opened, toml, force=order.force)
+    elif order.format_name == "command" and not quiet:
+        print(command_text(exported.command))
+    else:
+        say(f"run it: {command_text(exported.command)}")
+    command = exported.command if script is None else ("sbatch", script_name(script))
+    files = (toml,) if script is None else (script, toml)
+    return Written(files, command, TORCHTITAN, exported.reasons, tuple(warnings))
+
+
+def write_recipe(order: Order) -> Written:
     """Write one configuration as a Python recipe; in a Pareto front's folder its name becomes a module's."""
     from titan_tune.export import command_text
     from titan_tune.export_recipe import export_recipe, front_name
+    from titan_tune.titan.recipe_keys import VERSION
 
+    path, standing = order.path, order.standing
     if path.name == f"{standing.config_id}.toml":
         path = path.with_name(front_name(standing.config_id))
-    exported = export_recipe(opened.info, opened.name, standing, winner=best, output=path, checks=checks)
-    write_file(path, exported.text, force=force)
-    say(f"wrote {path}: {speed(standing)}; a recipe for torchtitan 0.3.0, with which nothing was measured")
-    for problem in exported.problems:
-        say(f"warning: trend check {problem}")
-    for line in exported.lost:
-        say(f"warning: not carried over: {line}")
+    exported = export_recipe(
+        order.opened.info, order.opened.name, standing, winner=order.best, output=path, checks=order.checks
+    )
+    write_file(path, exported.text, force=order.force)
+    say(
+        f"wrote {path}: {speed(standing)}; a recipe for torchtitan {VERSION}, with which nothing was measured"
+    )
+    warnings = [f"trend check {problem}" for problem in exported.problems]
+    warnings += [f"not carried over: {line}" for line in exported.lost]
+    for warning in warnings:
+        say(f"warning: {warning}")
     say(f"run it: {command_text(exported.command)}")
+    return Written((path,), exported.command, VERSION, warnings=tuple(warnings))
 
 
 def speed(standing: Standing) -> str:
@@ -131,8 +188,6 @@ def speed(standing: Standing) -> str:
 
 def write_script(path: Path, exported: Export, opened: OpenStudy, toml: Path, *, force: bool) -> None:
     """Write the batch script beside its TOML; the job runs in the current folder, as the search did."""
-    import shlex
-
     from titan_tune.export_sbatch import export_sbatch
     from titan_tune.probe.factory import slurm_settings
 
@@ -145,7 +200,12 @@ def write_script(path: Path, exported: Export, opened: OpenStudy, toml: Path, *,
         executable=True,
     )
     say(f"wrote {path}; its log will be {log}")
-    say(f"submit it: sbatch {shlex.quote(f'./{path}' if str(path).startswith('-') else str(path))}")
+    say(f"submit it: sbatch {shlex.quote(script_name(path))}")
+
+
+def script_name(path: Path) -> str:
+    """A script as a command's argument; a name that begins with ``-`` is no option."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 def say(text: str) -> None:

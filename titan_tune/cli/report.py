@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_tune.cli.console import stderr_console, stdout_console
+from titan_tune.cli.studies import opened_study
 from titan_tune.errors import InputError
 from titan_tune.probe.record import write_whole
 
@@ -33,9 +34,8 @@ def run_report(study: str, *, output: Path, storage: str | None, runs_dir: Path,
     from titan_tune.report.markdown import MARKER, render_markdown
     from titan_tune.report.search import summary
     from titan_tune.study.numerics import winner_effects
-    from titan_tune.study.open import open_study
 
-    opened = open_study(study, storage=storage, runs_dir=runs_dir)
+    opened = opened_study(study, storage=storage, runs_dir=runs_dir)
     data = report_data(
         opened.name,
         opened.info,

@@ -30,6 +30,7 @@ FORMULA_ASSUMPTIONS = (
     "nothing was run: closed forms from the torchtitan 0.2.2 source, held against H200 runs (torch 2.11)",
     "PYTORCH_ALLOC_CONF=expandable_segments:True; without it the allocator reserves more",
 )
+BESIDE_TRACE = "speed, minimum GPUs and suggestions are the formula's: only the job itself was traced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,14 @@ class Answer:
     """What a dry run says of each rank, as in the details of its outcome."""
 
     @property
+    def advice_method(self) -> str | None:
+        """By what speed, minimum GPUs and suggestions are found; ``None`` where there are none. Of other
+        configurations only the formula answers at once, whatever the job's own memory is from."""
+        if self.dry_run is not None:
+            return METHOD if self.minimum is not None or self.suggestions else None
+        return None if self.step_time is None else METHOD
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """What the figures take for granted, one sentence each."""
         if self.memory is None:
@@ -62,7 +71,8 @@ class Answer:
         rates = self.settings.cluster.rates
         speeds = () if rates is None else (f"speeds: {rates.source}",)
         if self.traces:
-            return (*self.memory.assumptions, *speeds)
+            by_formula = () if self.advice_method is None else (BESIDE_TRACE,)
+            return (*self.memory.assumptions, *by_formula, *speeds)
         return (*FORMULA_ASSUMPTIONS, *self.memory.assumptions, *speeds)
 
 
@@ -123,6 +133,7 @@ def answer_json(result: Answer) -> dict[str, Any]:
     }
     tail: dict[str, Any] = {
         "step_time": _step_time_json(result.step_time),
+        "advice_method": result.advice_method,
         "minimum_gpus": result.minimum.fits if result.minimum else None,
         "minimum_gpus_under_pressure": result.minimum.pressure if result.minimum else None,
         "warnings": [finding.as_dict() for finding in result.warnings],

@@ -42,7 +42,7 @@ def working_set(s: Shapes, saved: float | None = None) -> tuple[float, float]:
         held = max(held, least + attention + weights + _ring_backward_bytes(s))
     elif s.compile_block and s.float8:  # all weights' gradients, the block's input and its gradient
         of_gradient = FP32_BYTES if _has_fp32_masters(s) else s.compute_bytes
-        held = max(held, least + s.residual_stream_bytes + of_gradient * s.gathered_params(False))
+        held = max(held, least + s.residual_stream_bytes + of_gradient * s.block_shard_params)
     elif not s.flex_attention:
         kernel = _held_in_attention(s, least + attention, is_moe=False)
         if s.compile_block:
@@ -125,7 +125,7 @@ def _eager_attention(s: Shapes, held: float) -> float:
     there: the norm's output, the queries' gradient and two of the norm output's. ``held``: at the kernel, gradients
     of weights left out."""
     size, wide, hidden = s.compute_bytes, s.compute_bytes * s.tokens * s.dim, s.residual_stream_bytes
-    behind, block = size * s.dim * (3 * s.ffn + s.attention.output) / s.tp, size * s.gathered_params(False)
+    behind, block = size * s.dim * (3 * s.ffn + s.attention.output) / s.tp, size * s.block_shard_params
     if _joins_gradients(s):
         return held
     if _has_fp32_masters(s):
@@ -163,9 +163,9 @@ def _with_compiled_attention(s: Shapes, mode: Recompute, feed_forward: float, ke
         kernel += rotated
     if mode is Recompute.OP and not has_fp32_masters:
         return max(feed_forward, kernel)
-    end = size * s.gathered_params(False) + wide + product
+    end = size * s.block_shard_params + wide + product
     if has_fp32_masters:  # the last gradient is there in bf16 too
-        end = 2 * size * s.gathered_params(False) + weight
+        end = 2 * size * s.block_shard_params + weight
     if mode is Recompute.NONE:
         late = max(late, feed_forward - weight + (wide if has_fp32_masters else 0.0))
     return min(max(feed_forward, kernel), max(late, end))
@@ -179,7 +179,7 @@ def _split_attention(s: Shapes, mode: Recompute, kernel: float, rotated: float, 
     output = size * s.dim * s.attention.output / s.tp
     # every weight's gradient; at full width the norm's output and gradients of queries, keys and values (405B with
     # TP 8 and one sequence on an H200)
-    end = hidden * (1 if mode is Recompute.OP else 2) + 4 * wide + size * s.gathered_params(False)
+    end = hidden * (1 if mode is Recompute.OP else 2) + 4 * wide + size * s.block_shard_params
     if mode is Recompute.OP:
         return max(end, kernel + output + 2 * wide + rotated)
     if end > feed_forward:

@@ -27,12 +27,41 @@ class Width(NamedTuple):
     is_split: bool
 
 
+class Weight(NamedTuple):
+    """One parameter of a block as ``fully_shard`` sees it: whole, before TP cuts it."""
+
+    rows: int
+    """Dimension 0, which it shards."""
+    columns: int
+    cut: str = ""
+    """What TP divides: ``rows``, ``columns``, or neither."""
+
+
+def linear(inputs: int, outputs: int, cut: str = "") -> Weight:
+    """The weight of a linear layer."""
+    return Weight(outputs, inputs, cut)
+
+
+@lru_cache(maxsize=4096)
+def padding_of(weights: tuple[Weight, ...], tp: int, shards: int) -> float:
+    """Elements that ``fully_shard`` adds to these weights on one TP rank: it pads dimension 0 of each to a multiple
+    of the shards (``FSDPParam._init_sharded_param``, torch 2.13)."""
+    added = 0
+    for weight in weights:
+        rows = weight.rows // tp if weight.cut == "rows" else weight.rows
+        columns = weight.columns // tp if weight.cut == "columns" else weight.columns
+        added += -rows % shards * columns
+    return float(added)
+
+
 class Attention(NamedTuple):
     """One family's attention."""
 
     params_split: int
     params_whole: int
     """Norms of the block included."""
+    weights: tuple[Weight, ...]
+    """Those parameters one by one."""
     matmuls: tuple[Width, ...]
     """Outputs of the ``aten.mm`` calls in order; selective op AC saves every second one of a block."""
     output: int
@@ -72,18 +101,23 @@ def _grouped_query(name: str, dim: int, heads: int, kv_heads: int, head: int, qk
     whole = 2 * dim
     kept = 2 * (q + kv)
     norms = 0
+    key = linear(dim, kv, "rows")
+    weights = [linear(dim, q, "rows"), key, key, linear(q, dim, "columns"), Weight(dim, 1), Weight(dim, 1)]
     if qk_norm:  # their inputs are kept too
         whole += 2 * head
+        weights += [Weight(head, 1)] * 2
         kept += q + kv
         norms = heads + kv_heads
     if is_gpt_oss:  # biases and sinks; the output before it is scaled
         split += q + 2 * kv + heads
         whole += dim
+        weights += [Weight(rows, 1, "rows") for rows in (q, kv, kv, heads)] + [Weight(dim, 1)]
         kept += q
     real_rope = name == "qwen3" or is_gpt_oss
     return Attention(
         params_split=split,
         params_whole=whole,
+        weights=tuple(weights),
         # linears with a bias are addmm, which the policy does not know
         matmuls=() if is_gpt_oss else (Width(q, True), Width(kv, True), Width(kv, True), Width(dim, False)),
         output=q,
@@ -111,17 +145,23 @@ def _latent(dim: int, heads: int, mla: MlaSpec) -> Attention:
     whole = 2 * dim + dim * compressed + rank
     kept_whole = compressed + rank
     query: tuple[Width, ...]
+    weights = [linear(dim, compressed), Weight(rank, 1), linear(rank, expanded, "rows")]
+    weights += [linear(output, dim, "columns"), Weight(dim, 1), Weight(dim, 1)]
     if mla.q_lora_rank:
         split += mla.q_lora_rank * q
         whole += (dim + 1) * mla.q_lora_rank
         kept_whole += 2 * mla.q_lora_rank
+        weights += [linear(dim, mla.q_lora_rank), Weight(mla.q_lora_rank, 1)]
+        weights.append(linear(mla.q_lora_rank, q, "rows"))
         query = (Width(mla.q_lora_rank, False), Width(q, True))
     else:
         split += dim * q
+        weights.append(linear(dim, q, "rows"))
         query = (Width(q, True),)
     return Attention(
         params_split=split,
         params_whole=whole,
+        weights=tuple(weights),
         matmuls=(*query, Width(compressed, False), Width(expanded, True), Width(dim, False)),
         output=output,
         query_key=2 * q,
@@ -134,6 +174,12 @@ def _latent(dim: int, heads: int, mla: MlaSpec) -> Attention:
         rope_cast=0,
         rope_bytes=4 * mla.qk_rope_head_dim,
     )
+
+
+def feed_forward_weights(dim: int, hidden: int) -> tuple[Weight, ...]:
+    """w1, w3 and w2; none without a width (experts that are not shared)."""
+    wide = linear(dim, hidden, "rows")
+    return (wide, wide, linear(hidden, dim, "columns")) if hidden else ()
 
 
 def feed_forward_matmuls(dim: int, hidden: int) -> tuple[Width, ...]:
@@ -165,6 +211,8 @@ class Moe(NamedTuple):
     """Parameters of the shared experts."""
     rest_whole: int
     """Parameters of the router."""
+    rest_weights: tuple[Weight, ...]
+    """Those of both one by one."""
     own_group: bool
     """Expert parallelism: ``fully_shard`` treats the experts as a group of their own."""
     expert_parallel: int
@@ -200,6 +248,28 @@ def expert_params_of(model: ModelSpec, moe: MoeSpec) -> int:
     return moe.num_experts * (3 * dim * hidden + biases)
 
 
+def expert_shards_of(dims: ParallelDims) -> int:
+    """Over how many ranks ``fully_shard`` divides a rank's routed experts."""
+    if dims.ep == 1:
+        return dims.fsdp_degree
+    return max(1, dims.fsdp_degree * dims.tp // (dims.etp * dims.ep))
+
+
+def shards_dimension_0(moe: MoeSpec, dims: ParallelDims) -> bool:
+    """Whether the experts themselves are dealt out to the shards (torchtitan's ``apply_fsdp``): without expert
+    parallelism always, with it only where there are no more shards than experts."""
+    return dims.ep == 1 or expert_shards_of(dims) * dims.ep <= moe.num_experts
+
+
+def uneven_experts(model: ModelSpec, moe: MoeSpec, dims: ParallelDims) -> int | None:
+    """Dimension 1 of an expert's weights that its shards do not divide, which FSDP refuses
+    (``NotImplementedError`` "FSDP does not support uneven sharding on dim 1"); ``None``: all is well."""
+    if shards_dimension_0(moe, dims):
+        return None
+    hidden = (2 if model.name == GPT_OSS else 1) * moe.expert_hidden_dim // dims.etp
+    return next((size for size in (hidden, model.dim) if size % expert_shards_of(dims)), None)
+
+
 def moe_of(model: ModelSpec, moe: MoeSpec, dims: ParallelDims, tokens: int) -> Moe:
     """The experts' shapes on one rank; ``tokens`` of one forward."""
     etp = dims.etp if dims.ep > 1 else dims.tp
@@ -207,12 +277,13 @@ def moe_of(model: ModelSpec, moe: MoeSpec, dims: ParallelDims, tokens: int) -> M
     local_tokens = tokens // dims.tp if splits_tokens else tokens
     local_experts = moe.num_experts / dims.ep
     rows = local_tokens * moe.top_k + math.ceil(local_experts) * GROUP_ALIGNMENT
-    shards = max(1, dims.fsdp_degree * dims.tp // (dims.etp * dims.ep)) if dims.ep > 1 else dims.fsdp_degree
+    shards = expert_shards_of(dims)
     params = expert_params_of(model, moe) / (dims.ep * etp)
-    # dimension 0 is padded to a multiple of the shards; expert parallelism shards dimension 1 instead
-    in_dimension_0 = dims.ep == 1 or shards * dims.ep <= moe.num_experts
-    padded = math.ceil(local_experts / shards) * shards / local_experts if in_dimension_0 else 1.0
+    padded = 1.0
+    if shards_dimension_0(moe, dims):  # to a multiple of the shards
+        padded = math.ceil(local_experts / shards) * shards / local_experts
     shared = moe.num_shared_experts * moe.expert_hidden_dim
+    router = (linear(model.dim, moe.num_experts), *[Weight(moe.num_experts, 1)] * moe.gate_bias)
     return Moe(
         num_dense_layers=moe.num_dense_layers,
         layer_step=moe.layer_step,
@@ -227,6 +298,7 @@ def moe_of(model: ModelSpec, moe: MoeSpec, dims: ParallelDims, tokens: int) -> M
         expert_shards=shards,
         rest_split=3 * model.dim * shared,
         rest_whole=(model.dim + moe.gate_bias) * moe.num_experts,
+        rest_weights=(*feed_forward_weights(model.dim, shared), *router),
         own_group=dims.ep > 1,
         expert_parallel=dims.ep,
         saves_all_to_all=model.name != "qwen3",

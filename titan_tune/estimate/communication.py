@@ -18,6 +18,9 @@ from titan_tune.estimate.parameters import FP32_BYTES, Recompute, Shapes
 
 DDP_BUCKET_BYTES = 100e6
 """``bucket_cap_mb`` that torchtitan passes to ``replicate``."""
+SCALE_REDUCTIONS = (18, 8)
+"""All-reduces of one number that find the scales of a block's float8 tensors, which TP splits: forward and backward,
+and those that full AC adds. A dry run of 405B counted 11 and 15; how many of the 15 are recomputation is a guess."""
 TP_COLLECTIVES = 4
 """A block's gathers, and as many scatters: one of each around attention and feed-forward, forward and backward."""
 
@@ -71,7 +74,7 @@ def parameter_groups(s: Shapes, work: Work, accumulation: int) -> ParameterGroup
         round(work.layers),
         2 if s.pp == 1 else 1,
         s.gathered_blocks(0, s.layers) / s.layers,
-        s.embedding_shard_params,
+        s.gathered_table_params,
         s.compute_bytes,
         1 if s.float8_all_gather else s.compute_bytes,
         1 if s.keep_gathered else 2,
@@ -95,6 +98,8 @@ def activation_records(s: Shapes, work: Work, passes: int, *, etp: int) -> list[
     found: list[CollectiveRecord] = []
     if s.tp > 1:
         found += _tensor_parallel(s, work, passes)
+        if s.float8 and not s.rowwise:
+            found.append(_scales(s, work, passes))
     if s.cp > 1:
         found += _context_parallel(s, work, passes)
     if s.moe is not None and s.moe.own_group:
@@ -153,6 +158,18 @@ def _tensor_parallel(s: Shapes, work: Work, passes: int) -> Iterator[CollectiveR
     for op, again in zip((Op.ALL_GATHER, Op.REDUCE_SCATTER), _recomputed_tp(s), strict=True):
         count = round(passes * (work.layers * (TP_COLLECTIVES + again) + ends))
         yield CollectiveRecord(op, count, size, s.tp, 1, 0, "", Cause.TP)
+
+
+def _scales(s: Shapes, work: Work, passes: int) -> CollectiveRecord:
+    """What tensorwise float8 adds: the largest number of a tensor that is split over the ranks."""
+    always, recomputed = SCALE_REDUCTIONS
+    share = 0.0
+    if s.recompute is Recompute.FULL:
+        share = 1.0
+    elif s.recompute is Recompute.EVERY:
+        share = (s.layers // s.every) / s.layers
+    count = round(passes * work.layers * (always + share * recomputed))
+    return CollectiveRecord(Op.ALL_REDUCE, count, 2 * FP32_BYTES, s.tp, 1, 0, "", Cause.TP)
 
 
 def context_parallel_width(s: Shapes) -> int:

@@ -68,7 +68,7 @@ def halves_of(s: Shapes, first: int, end: int, *, is_last: bool, logits: float) 
         return Halves(retained, 0.0, 0.0, logits if is_last else 0.0, params)
     is_moe = s.is_moe(end - 1)
     block = _block(s, is_moe)
-    params = s.compute_bytes * s.gathered_blocks(first, end)
+    params = s.compute_bytes * s.whole_blocks(first, end)
     weight_peak, weight_gradients = _weight_half(s, block, blocks, num_layers, params, is_moe, is_last)
     if is_last:
         weight_peak += logits  # their sum's copy

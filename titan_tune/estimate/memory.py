@@ -19,6 +19,8 @@ from titan_tune.units import GIB, format_gib
 METHOD = "formula"
 GROUPED_MM_CAPABILITY = (9, 0)
 """Below it torchtitan computes one expert after another."""
+TOLD_PADDING = 1.05
+"""From how many times their size padded blocks are named."""
 
 
 def estimate_memory(settings: Settings) -> MemoryEstimate:
@@ -52,7 +54,7 @@ def estimate_memory(settings: Settings) -> MemoryEstimate:
         Worst(rank, phase, active, reserved),
         margin=relative_margins(settings, shapes, phase.name),
         components=by_component(phase.items),
-        assumptions=_assumptions(settings, shapes) if shapes.moe or shapes.tables == 1 else (),
+        assumptions=_assumptions(settings, shapes),
     )
 
 
@@ -158,6 +160,13 @@ def _assumptions(settings: Settings, shapes: Shapes) -> tuple[str, ...]:
         capability = settings.cluster.gpu.compute_capability
         if capability is not None and capability < GROUPED_MM_CAPABILITY:
             said.append("experts run in a loop on this GPU; their memory is taken as that of grouped matmuls")
+    if shapes.shards > 1:
+        larger = shapes.gathered_blocks(0, shapes.layers) / shapes.whole_blocks(0, shapes.layers)
+        if larger >= TOLD_PADDING:
+            said.append(
+                f"FSDP pads dimension 0 of each weight to a multiple of its shards: with {shapes.shards} shards "
+                f"gathered blocks are {larger:.3g} times as large"
+            )
     if shapes.tables == 1 and shapes.path is ParamPath.FSDP:
         said.append(
             "embedding and output share one weight, as in torch 2.11; torch 2.13 refuses to shard them apart"

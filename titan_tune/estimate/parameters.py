@@ -7,7 +7,18 @@ from typing import NamedTuple
 
 from titan_tune.domain.settings import AcMode, Settings
 from titan_tune.errors import InputError
-from titan_tune.estimate.blocks import GPT_OSS, Attention, Moe, attention_of, moe_of
+from titan_tune.estimate.blocks import (
+    GPT_OSS,
+    Attention,
+    Moe,
+    Weight,
+    attention_of,
+    expert_shards_of,
+    feed_forward_weights,
+    moe_of,
+    padding_of,
+    uneven_experts,
+)
 from titan_tune.units import MIB
 
 CUBLAS_WORKSPACE_BYTES = 2 * 32 * MIB
@@ -65,6 +76,12 @@ class Shapes(NamedTuple):
     """Parameters of a block that every TP rank has."""
     attention: Attention
     moe: Moe | None
+    block_padding: float
+    """What FSDP adds to a dense block on one TP rank, gathered: it shards dimension 0 of each parameter evenly."""
+    moe_padding: float
+    """The same of a MoE block, routed experts left out (``moe`` has theirs)."""
+    table_padding: float
+    """The same of the token embedding, and of the output weight."""
     tables: int
     """Embedding and output weight: two, or one that both share."""
     tp: int
@@ -121,17 +138,23 @@ class Shapes(NamedTuple):
         split = self.attention.params_split + moe.rest_split
         return split / self.tp + self.block_norm + moe.rest_whole
 
+    @property
+    def gathered_rest_params(self) -> float:
+        """The same gathered, FSDP's padding included."""
+        return self.moe_rest_params + self.moe_padding
+
     def gathered_params(self, is_moe: bool) -> float:
         """Parameters of one block on one TP rank when no rank has only a part, FSDP's padding included."""
         if not is_moe or self.moe is None:
-            return self.block_matmul / self.tp + self.block_norm
-        return self.moe_rest_params + self.moe.padded_expert_params
+            return self.block_matmul / self.tp + self.block_norm + self.block_padding
+        return self.gathered_rest_params + self.moe.padded_expert_params
 
     def stored_params(self, is_moe: bool) -> float:
-        """Parameters of one block that this rank stores."""
+        """Parameters of one block that this rank stores, FSDP's padding included: rank 0 has a full part of each."""
         if not is_moe or self.moe is None:
-            return (self.block_matmul / self.tp + self.block_norm) / self.shards
-        return self.moe_rest_params / self.shards + self.moe.padded_expert_params / self.moe.expert_shards
+            return self.gathered_params(False) / self.shards
+        experts = self.moe.padded_expert_params / self.moe.expert_shards
+        return self.gathered_rest_params / self.shards + experts
 
     def num_moe_layers(self, first: int, end: int) -> int:
         """MoE blocks among ``first`` ... ``end - 1``."""
@@ -144,14 +167,22 @@ class Shapes(NamedTuple):
     def stored_blocks(self, first: int, end: int) -> float:
         """Parameters that this rank stores of blocks ``first`` ... ``end - 1``."""
         routed = self.num_moe_layers(first, end)
-        dense = (end - first - routed) * (self.block_matmul / self.tp + self.block_norm) / self.shards
+        dense = (end - first - routed) * self.gathered_params(False) / self.shards
         return dense + routed * self.stored_params(True) if routed else dense
 
     def gathered_blocks(self, first: int, end: int) -> float:
-        """Parameters of those blocks on one TP rank, gathered."""
+        """Parameters of those blocks on one TP rank, gathered, FSDP's padding included."""
         routed = self.num_moe_layers(first, end)
-        dense = (end - first - routed) * (self.block_matmul / self.tp + self.block_norm)
+        dense = (end - first - routed) * self.gathered_params(False)
         return dense + routed * self.gathered_params(True) if routed else dense
+
+    def whole_blocks(self, first: int, end: int) -> float:
+        """Parameters of those blocks on one TP rank without any padding, as their unsharded gradients have."""
+        routed = self.num_moe_layers(first, end)
+        dense = (end - first - routed) * self.block_shard_params
+        if not routed or self.moe is None:
+            return dense
+        return dense + routed * (self.moe_rest_params + self.moe.expert_params)
 
     @property
     def embedding_shard_params(self) -> float:
@@ -159,15 +190,20 @@ class Shapes(NamedTuple):
         return self.vocab * self.dim / self.tp
 
     @property
+    def gathered_table_params(self) -> float:
+        """The same gathered, FSDP's padding included."""
+        return self.embedding_shard_params + self.table_padding
+
+    @property
     def local_params(self) -> float:
         """Parameters that this rank stores, all layers (no pipeline split)."""
-        tables = self.tables * self.embedding_shard_params + self.dim
+        tables = self.tables * self.gathered_table_params + self.dim
         return self.stored_blocks(0, self.layers) + tables / self.shards
 
     @property
     def local_param_bytes(self) -> float:
         """Those parameters in bytes; their gradients and each Adam moment take the same."""
-        tables = (self.tables * self.embedding_shard_params + self.dim) / self.shards
+        tables = (self.tables * self.gathered_table_params + self.dim) / self.shards
         return self.block_param_bytes * self.stored_blocks(0, self.layers) + self.param_bytes * tables
 
     @property
@@ -188,6 +224,14 @@ def check_covered(settings: Settings) -> None:
         raise NotCoveredError(
             f"data_parallel_replicate_degree = {dims.dp_replicate} with tensor or pipeline parallelism and no "
             "sharding: torchtitan refuses DDP beyond one dimension; use data_parallel_shard_degree"
+        )
+    uneven = None if settings.model.moe is None else uneven_experts(settings.model, settings.model.moe, dims)
+    if uneven is not None:
+        raise NotCoveredError(
+            f"parallelism.expert_parallel_degree = {dims.ep}: FSDP shards each rank's experts over "
+            f"{expert_shards_of(dims)} ranks, more than it has experts, so torchtitan shards their dimension 1, and "
+            f"FSDP refuses {uneven}, which that does not divide; use a larger expert_parallel_degree or "
+            "data_parallel_replicate_degree"
         )
 
 
@@ -247,6 +291,9 @@ def shapes_of(settings: Settings) -> Shapes:
     reshard = settings.reshard_after_forward
     # inputs, labels and RoPE table; the whole sequence even under context parallelism
     inputs = 16.0 * settings.local_batch_size * seq_local + attention.rope_bytes * settings.seq_len
+    moe = None if model.moe is None else moe_of(model, model.moe, dims, tokens)
+    shards = dims.fsdp_degree
+    padded = (attention.weights + feed_forward_weights(dim, ffn), dims.tp, shards)
     compiles = settings.compile.model and model.name != GPT_OSS  # torchtitan compiles its loss only
     return Shapes(
         path=path,
@@ -261,13 +308,16 @@ def shapes_of(settings: Settings) -> Shapes:
         block_matmul=attention.params_split + 3 * dim * ffn,
         block_norm=attention.params_whole,
         attention=attention,
-        moe=None if model.moe is None else moe_of(model, model.moe, dims, tokens),
+        moe=moe,
+        block_padding=padding_of(*padded) if shards > 1 else 0.0,
+        moe_padding=0.0 if moe is None else padding_of(attention.weights + moe.rest_weights, dims.tp, shards),
+        table_padding=padding_of((Weight(model.vocab_size, dim, "rows"),), dims.tp, shards),
         tables=1 if model.tied_embeddings else 2,
         tp=dims.tp,
         cp=dims.cp,
         pp=dims.pp,
         replicate=dims.dp_replicate,
-        shards=dims.fsdp_degree,
+        shards=shards,
         tokens=tokens,
         seq_full=settings.seq_len,
         seq_local=seq_local,

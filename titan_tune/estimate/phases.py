@@ -164,7 +164,7 @@ def _block_phases(s: Shapes, around: _Around) -> list[Phase]:
 def _layers_between(s: Shapes) -> Sequence[int]:
     last = s.layers - 1
     if s.moe is None:
-        is_heavier = s.path is ParamPath.FSDP and s.block_shard_params > s.embedding_shard_params
+        is_heavier = s.path is ParamPath.FSDP and s.gathered_params(False) > s.gathered_table_params
         return (1, last - 1) if is_heavier and last > 1 else ()
     first = s.moe.num_dense_layers + (s.moe.layer_step - 1)
     layers = {last - 1, last - 2, first, first + 1, first + s.moe.layer_step}
@@ -224,7 +224,7 @@ def _gradients_behind(s: Shapes, output: float) -> Callable[[int], float]:
 def fsdp_phases(s: Shapes) -> tuple[Phase, ...]:
     """``fully_shard`` (FSDP, HSDP, CP, each with or without TP)."""
     size, held_bytes, compute = s.param_bytes, s.local_param_bytes, s.compute_bytes
-    table = s.embedding_shard_params
+    table = s.gathered_table_params
     output = table + s.dim
     saved = saved_by_depth(s)
     activations, scores = saved(s.layers)
@@ -267,7 +267,7 @@ def fsdp_phases(s: Shapes) -> tuple[Phase, ...]:
         "reduce_buffers": buffers * output,
         "reduce_output": reduced * output,
         "residual_gradient": dout,
-        "unsharded_gradients": compute * output,
+        "unsharded_gradients": compute * (s.embedding_shard_params + s.dim),
         "reduce_scatter_input": 4 * output,
         "gathered_kept": kept,
         "gathered_block": 0.0 if kept else gathered_block,
@@ -342,7 +342,7 @@ def scattered_params(s: Shapes, layer: int) -> float:
     their own were scattered before."""
     is_moe = s.is_moe(layer)
     if is_moe and s.moe is not None and s.moe.own_group:
-        return s.moe_rest_params
+        return s.gathered_rest_params
     return s.gathered_params(is_moe)
 
 

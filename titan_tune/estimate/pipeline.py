@@ -17,14 +17,19 @@ from typing import NamedTuple
 
 from titan_tune.domain.estimate import Phase
 from titan_tune.domain.settings import Settings
-from titan_tune.estimate.activations import saved_block_bytes, saved_by_depth
-from titan_tune.estimate.backward import experts_backward, working_set
+from titan_tune.estimate.activations import saved_by_depth
 from titan_tune.estimate.parameters import ParamPath, Recompute, Shapes
-from titan_tune.estimate.phases import (
-    ADAM_MOMENTS,
-    embedding_scratch_bytes,
-    loss_bytes,
-    sharded_state,
+from titan_tune.estimate.phases import ADAM_MOMENTS, sharded_state
+from titan_tune.estimate.pipeline_moments import (
+    LOGITS,
+    NEW_GRADIENTS,
+    RankGradients,
+    Row,
+    costs_of,
+    held_at,
+    most_of_half,
+    row_items,
+    rows_of,
 )
 from titan_tune.estimate.reserved import (
     WEIGHT_HALF,
@@ -33,21 +38,12 @@ from titan_tune.estimate.reserved import (
     pool_bytes,
     pools_of,
 )
-from titan_tune.estimate.schedule import (
-    BACKWARD,
-    WEIGHT,
-    ZERO_BUBBLE_SCHEDULES,
-    Moment,
-    moments,
-    stages_of_rank,
-)
+from titan_tune.estimate.schedule import ZERO_BUBBLE_SCHEDULES, Moment, moments, stages_of_rank
 from titan_tune.estimate.stages import (
     REDUCE_BYTES,
     Split,
     Stage,
     StageKey,
-    local_logits,
-    saved_by_loss,
     split_model,
     stage_layers,
     stage_of,
@@ -150,207 +146,19 @@ def _stage_keys(
     return tuple(keys)
 
 
-class _Costs(NamedTuple):
-    """Sizes that every backward of a job shares, bytes."""
-
-    working_set: float
-    scores_backward: float
-    loss: float
-    """Logits and loss at their largest, logits held by the schedule included."""
-    logits: float
-    saved_by_loss: float
-    hidden: float
-    norm_output: float
-    table: float
-    """Output weight (or embedding) gradient in the compute dtype."""
-    embedding_full: float
-    """What TP's embedding gradient holds beyond its shard: full-vocabulary storage, full-width input."""
-    embedding_scratch: float
-
-
-def _costs(s: Shapes) -> _Costs:
-    working, scores = working_set(s)
-    if s.moe is not None:  # what a block's backward holds beyond what it saved
-        mode = Recompute.NONE if s.recompute is Recompute.EVERY else s.recompute
-        peak = max(m.contents + m.gradients for m in experts_backward(s, mode))
-        working = max(working, peak - saved_block_bytes(s, mode, True))
-    return _Costs(
-        working_set=working,
-        scores_backward=scores,
-        loss=loss_bytes(s, logits_held=True),
-        logits=s.compute_bytes * local_logits(s),
-        saved_by_loss=saved_by_loss(s),
-        hidden=s.residual_stream_bytes,
-        norm_output=s.compute_bytes * s.tokens * s.dim,
-        table=s.compute_bytes * s.embedding_shard_params,
-        embedding_full=s.compute_bytes * s.dim * (s.vocab + s.tokens) * (1 - 1 / s.tp),
-        embedding_scratch=embedding_scratch_bytes(s),
-    )
-
-
-_Row = tuple[float, float, float, float, float, float, float, float, float]
-"""What one moment of a backward adds to what its rank always holds, bytes, in the order of ``_ROW_ITEMS``."""
-_ROW_ITEMS = (
-    "activations",
-    "attention_scores",
-    "logits_loss",
-    "unsharded_gradients",
-    "new_gradients",
-    "residual_gradient",
-    "working_set",
-    "attention_scores_backward",
-    "embedding_scratch",
-)
-_NEW_GRADIENTS = _ROW_ITEMS.index("new_gradients")
-_LOGITS = _ROW_ITEMS.index("logits_loss")
-
-
-class _Gradients(NamedTuple):
-    """What a rank does with its gradients between microbatches."""
-
-    is_sharded: bool
-    """Under FSDP: accumulated unsharded until a stage's last microbatch."""
-    from_before: bool
-    """An earlier forward and backward of the same step left some, not sharded."""
-    shards: float
-    """1 where a stage's reduced gradients are new memory, else 0."""
-
-
-_Held = tuple[float, float, float, float]
-"""Activations, attention scores, logits and gradients that a rank holds before a backward, bytes."""
-
-
-def _held_at(stages: list[Stage], moment: Moment, k: _Costs, of_rank: _Gradients) -> _Held:
-    """What the rank holds besides what it always holds."""
-    position, all_in_flight, all_pending, accumulated, kind, late, reduced, kept_gradients, kept_outputs = (
-        moment
-    )
-    is_sharded, from_before, shards = of_rank
-    activations, scores, gradients = kept_gradients * k.hidden, 0.0, 0.0
-    logits = kept_outputs * k.logits
-    for stage, in_flight, pending, has_gradients, is_late, is_reduced in zip(
-        stages, all_in_flight, all_pending, accumulated, late, reduced, strict=True
-    ):
-        activations += in_flight * stage.activations
-        scores += in_flight * stage.scores
-        logits += (in_flight - pending) * stage.logits
-        if pending:
-            activations += pending * stage.halves.retained
-            logits += pending * stage.retained_logits
-        if is_sharded and is_reduced:
-            gradients += shards * stage.stored_bytes - stage.compute_params_bytes
-            continue
-        if has_gradients or from_before or (is_late and not is_sharded):
-            gradients += stage.gradient_bytes
-        if is_late and is_sharded:
-            gradients += stage.compute_params_bytes
-    # several stages' schedules wait for each send, 1F1B and GPipe only before the next one
-    is_sending = kind == BACKWARD and len(stages) == 1 and (from_before or accumulated[position])
-    if is_sending and not stages[position].is_first:
-        activations += k.hidden  # the previous input gradient is still being sent
-    return activations, scores, logits, max(0.0, gradients)
-
-
-def _rows_of(
-    moment: Moment, stage: Stage, held: _Held, of_rank: _Gradients, k: _Costs
-) -> list[tuple[str, _Row]]:
-    """What one backward of a stage can peak at."""
-    kind, is_late = moment.kind, moment.late[moment.position]
-    accumulated = of_rank.from_before or moment.accumulated[moment.position]
-    if not stage.is_first and kind != BACKWARD:
-        if kind == WEIGHT:
-            return [_weight_half(stage, held, is_late or (accumulated and not of_rank.is_sharded))]
-        return _input_half(stage, held, is_late and of_rank.is_sharded, accumulated, k)
-    activations, scores, logits, gradients = held
-    working, scores_backward = k.working_set, k.scores_backward
-    if not stage.is_first and not stage.is_last:
-        row = (activations, scores, logits, gradients, 0.0, 0.0, working, scores_backward, 0.0)
-        return [("block_backward", row)]
-    rows: list[tuple[str, _Row]] = []
-    table = k.table if accumulated else 0.0  # a second gradient beside the accumulated one
-    before, in_block, of_block, gradient = activations, logits, gradients, 0.0
-    if stage.is_last:
-        rows.append(_at_loss(stage, held, k))
-        after = logits + (k.logits - k.saved_by_loss)
-        rows.append(
-            (
-                "output_weight_gradient",
-                (activations, scores, after, gradients, table, k.hidden, 0.0, 0.0, 0.0),
-            )
-        )
-        before, in_block = activations - k.norm_output, logits - k.saved_by_loss
-        of_block, gradient = gradients + (0.0 if accumulated else k.table), k.hidden
-    rows.append(
-        ("block_backward", (before, scores, in_block, of_block, 0.0, gradient, working, scores_backward, 0.0))
-    )
-    if stage.is_first:
-        row = (
-            activations - stage.activations + k.hidden,  # of this microbatch the stage's output is left
-            scores - stage.scores,
-            logits - stage.logits,
-            gradients,
-            table + k.embedding_full,
-            k.hidden,
-            0.0,
-            0.0,
-            k.embedding_scratch,
-        )
-        rows.append(("embedding_backward", row))
-    return rows
-
-
-def _at_loss(stage: Stage, held: _Held, k: _Costs) -> tuple[str, _Row]:
-    activations, scores, logits, gradients = held
-    row = (activations, scores, logits + (k.loss - stage.logits), gradients, 0.0, 0.0, 0.0, 0.0, 0.0)
-    return "loss_backward", row
-
-
-def _weight_half(stage: Stage, held: _Held, has_gradients: bool) -> tuple[str, _Row]:
-    new = 0.0 if has_gradients else stage.halves.weight_gradients
-    row = (*held[:3], held[3] + new, 0.0, 0.0, stage.halves.weight_peak, 0.0, 0.0)
-    return WEIGHT_HALF, row
-
-
-def _input_half(
-    stage: Stage, held: _Held, joins: bool, accumulated: bool, k: _Costs
-) -> list[tuple[str, _Row]]:
-    """``joins``: as it goes, gradients of an earlier weight half are added to the accumulated ones."""
-    activations, scores, logits, gradients = held
-    rows = [_at_loss(stage, held, k)] if stage.is_last else []
-    in_block = logits + (stage.retained_logits - stage.logits)
-    working = stage.halves.input_peak
-    joined = 0.0  # gradients at the first block against those at the last, where the half begins
-    if joins:
-        joined = (0.0 if accumulated else stage.gradient_bytes) - stage.compute_params_bytes
-    if joined + stage.halves.input_kept > 0:
-        gradients, working = gradients + joined, working + stage.halves.input_kept
-    row = (activations, scores, in_block, gradients, 0.0, 0.0, working, 0.0, 0.0)
-    return [*rows, ("block_backward", row)]
-
-
-def _most_of_half(stage: Stage) -> float:
-    """What neither half of a backward exceeds beyond what is retained, gradients of weights left out."""
-    halves = stage.halves
-    return max(halves.input_kept + halves.input_peak, halves.weight_peak)
-
-
 class _Rank(NamedTuple):
     """One rank with all its candidate peaks."""
 
     base: dict[str, float]
     """States, gathered weights, and receive buffers of all microbatches (allocated once)."""
-    rows: dict[str, _Row]
+    rows: dict[str, Row]
     """The highest moment of each phase of a backward."""
     step: tuple[tuple[str, dict[str, float]], ...]
     """Phases after the last backward; items that are not in the base."""
 
     def phases(self) -> tuple[Phase, ...]:
-        backwards = (Phase(name, self.base | _items(row)) for name, row in self.rows.items())
+        backwards = (Phase(name, self.base | row_items(row)) for name, row in self.rows.items())
         return (*backwards, *(Phase(name, self.base | items) for name, items in self.step))
-
-
-def _items(row: _Row) -> dict[str, float]:
-    return dict(zip(_ROW_ITEMS, row, strict=True))
 
 
 class RankPeak(NamedTuple):
@@ -379,7 +187,7 @@ class PipelineMemory:
             shapes.recompute is Recompute.EVERY,
         )
         self._splits_backward = pipeline.schedule.lower() in ZERO_BUBBLE_SCHEDULES
-        self._costs = _costs(shapes)
+        self._costs = costs_of(shapes)
         self._saved = saved_by_depth(shapes)
         self._stages: dict[StageKey, Stage] = {}
 
@@ -419,11 +227,11 @@ class PipelineMemory:
             total = sum(row, always)
             if total > active:
                 name, active = phase, total
-            in_shards = held_shards + row[_NEW_GRADIENTS] if is_sharded else 0.0
+            in_shards = held_shards + row[NEW_GRADIENTS] if is_sharded else 0.0
             in_main = total - gather - in_shards
             if phase == "loss_backward":
                 in_main += logits_hole_bytes(s)
-            elif phase == WEIGHT_HALF and row[_LOGITS]:
+            elif phase == WEIGHT_HALF and row[LOGITS]:
                 in_main += loss_hole_bytes(s)
             main, shards = max(main, in_main), max(shards, in_shards)
         for phase, items in step:
@@ -432,7 +240,7 @@ class PipelineMemory:
                 name, active = phase, total
             in_shards = held_shards + items.get("gradients", 0.0) if is_sharded else 0.0
             main, shards = max(main, total - gather - in_shards), max(shards, in_shards)
-        peak = Phase(name, base | (_items(rows[name]) if name in rows else dict(step)[name]))
+        peak = Phase(name, base | (row_items(rows[name]) if name in rows else dict(step)[name]))
         return RankPeak(rank, peak, active, max(active, pool_bytes(s, main, gather, shards)))
 
     def _bound(self, between: _Between) -> tuple[float, float]:
@@ -447,7 +255,7 @@ class PipelineMemory:
             for stage, flying, waiting in zip(stages, in_flight, pending, strict=True):
                 held += flying * (stage.activations + stage.scores) + waiting * stage.halves.retained
             most = max(most, held)
-        most += k.hidden + max(k.working_set + k.scores_backward, *[_most_of_half(stage) for stage in stages])
+        most += k.hidden + max(k.working_set + k.scores_backward, *[most_of_half(stage) for stage in stages])
         most += sum([stage.gradient_bytes for stage in stages])
         if self._splits_backward and s.path is ParamPath.FSDP:  # late gradients
             most += sum([stage.compute_params_bytes for stage in stages])
@@ -462,14 +270,14 @@ class PipelineMemory:
         stages = [self._stage(key) for key in keys]
         params, stored = _totals(stages)
         is_sharded = s.path is ParamPath.FSDP
-        of_rank = _Gradients(
+        of_rank = RankGradients(
             is_sharded, s.accumulates and not is_sharded, 0.0 if s.accumulates or s.offload else 1.0
         )
         totals: dict[str, float] = {}
-        rows: dict[str, _Row] = {}
+        rows: dict[str, Row] = {}
         for moment in backwards:
-            held = _held_at(stages, moment, k, of_rank)
-            for name, row in _rows_of(moment, stages[moment.position], held, of_rank, k):
+            held = held_at(stages, moment, k, of_rank)
+            for name, row in rows_of(moment, stages[moment.position], held, of_rank, k):
                 total = sum(row)
                 if name not in totals or total > totals[name]:
                     totals[name], rows[name] = total, row
@@ -512,7 +320,7 @@ class PipelineMemory:
             return (("optimizer", {"gradients": sum(stage.gradient_bytes for stage in stages)}),)
         largest = s.gathered_params(s.is_moe(s.layers - 1))
         if any(stage.is_first or stage.is_last for stage in stages):
-            largest = max(largest, s.embedding_shard_params)
+            largest = max(largest, s.gathered_table_params)
         unsharded = sum([stage.gradient_bytes for stage in stages])
         scatter = {
             "unsharded_gradients": unsharded,
@@ -527,6 +335,6 @@ def _totals(stages: list[Stage]) -> tuple[float, float]:
     """Parameters and stored bytes of a rank's stages."""
     params = stored = 0.0
     for stage in stages:
-        params += stage.params
+        params += stage.gathered_params
         stored += stage.stored_bytes
     return params, stored

@@ -136,7 +136,7 @@ def _gather_pool(s: Shapes) -> float:
     if s.pp > 1:
         return 0.0
     block = s.gathered_params(s.is_moe(s.layers - 1))
-    outputs = s.compute_bytes * (s.embedding_shard_params + block)
+    outputs = s.compute_bytes * (s.gathered_table_params + block)
     return outputs * (1 + 1 / s.shards)
 
 

@@ -88,8 +88,8 @@ class Stage(NamedTuple):
 
     is_first: bool
     is_last: bool
-    params: float
-    """Parameters on one TP rank, not sharded."""
+    gathered_params: float
+    """Parameters on one TP rank, gathered: FSDP's padding included."""
     stored_bytes: float
     """What this rank stores of them; their gradients and each Adam moment take the same."""
     activations: float
@@ -100,7 +100,7 @@ class Stage(NamedTuple):
     gradient_bytes: float
     """Of its accumulated gradients."""
     compute_params_bytes: float
-    """Of its parameters in the compute dtype: gathered, or gradients of one backward."""
+    """Gradients of one backward in the compute dtype, not sharded."""
     retained_logits: float
     """Logits' gradient, all that one microbatch keeps of ``logits`` between the halves of a split backward."""
     halves: Halves
@@ -116,8 +116,9 @@ def stage_of(s: Shapes, key: StageKey, saved: Saved, *, splits_backward: bool) -
     num_layers, is_first, is_last, first, counted = key
     end = first + num_layers
     table = s.embedding_shard_params
-    ends = (is_first + is_last) * table + (s.dim if is_last else 0)
-    params = s.gathered_blocks(first, end) + ends
+    norm = s.dim if is_last else 0
+    ends = (is_first + is_last) * s.gathered_table_params + norm
+    params = s.whole_blocks(first, end) + (is_first + is_last) * table + norm
     stored = s.block_param_bytes * s.stored_blocks(first, end) + s.param_bytes * ends / s.shards
     if s.moe is not None or s.recompute is Recompute.EVERY:
         activations, scores = saved_blocks(s, num_layers, first, counted)
@@ -143,7 +144,7 @@ def stage_of(s: Shapes, key: StageKey, saved: Saved, *, splits_backward: bool) -
     return Stage(
         is_first,
         is_last,
-        params,
+        s.gathered_blocks(first, end) + ends,
         stored,
         activations,
         scores,

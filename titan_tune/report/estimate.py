@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from titan_tune.domain.candidate import Finding
-from titan_tune.domain.estimate import MemoryEstimate, StageMemory, Verdict
+from titan_tune.domain.estimate import MemoryEstimate, Verdict
 from titan_tune.domain.settings import Settings
 from titan_tune.estimate.accounting import GB, Accounting
 from titan_tune.estimate.accounting import Line as AccountingLine
@@ -17,26 +17,15 @@ from titan_tune.estimate.accounting import Table as AccountingTable
 from titan_tune.estimate.advice import MAX_HOST_BYTES, Suggestion, host_bytes
 from titan_tune.estimate.answer import Answer
 from titan_tune.estimate.changes import compute_dtype
-from titan_tune.estimate.items import by_component
 from titan_tune.estimate.minimum import Minimum
-from titan_tune.units import GIB
+from titan_tune.report.memory_bars import Layouts, MemoryBars, size, words
 
-BAR_CELLS = 56
 LARGEST = 3
 """Components that are named where no number of GPUs is enough."""
+VERDICT_CELLS = 12
+"""Columns of a sweep's verdict in a narrow terminal."""
 NO_CHANGE = "no other change"
 """A suggestion of more GPUs alone."""
-COMPONENT_STYLE: Mapping[str, tuple[str, str]] = {
-    "parameters": ("█", "blue"),
-    "gradients": ("▓", "magenta"),
-    "optimizer": ("▒", "cyan"),
-    "activations": ("█", "green"),
-    "attention_scores": ("▚", "red"),
-    "logits_loss": ("▓", "yellow"),
-    "gathered_parameters": ("▒", "bright_blue"),
-    "other": ("░", "white"),
-}
-"""Glyph and colour: neighbours differ in both, so the bar reads without colour."""
 VERDICT_WORDS = {
     Verdict.FITS: ("fits", "bold green"),
     Verdict.PRESSURE: ("fits under pressure", "bold yellow"),
@@ -57,13 +46,13 @@ def view(answer: Answer) -> RenderableType:
         _verdict_line(answer.settings, memory),
         *_needs(answer),
         Text(),
-        *_bars(memory),
+        MemoryBars(memory),
         Text(),
         _figures(answer, memory),
         *_findings("warning", answer.warnings, "yellow"),
     ]
     if answer.suggestions:
-        title = Text(suggestions_title(memory).lower(), style="bold")
+        title = Text(suggestions_title(answer, memory).lower(), style="bold")
         parts += [Text(), title, _suggestions_table(answer.settings, answer.suggestions)]
     if memory.assumptions:
         parts += [Text(), Text("taken for granted", style="bold")]
@@ -115,6 +104,8 @@ def needs(answer: Answer) -> list[tuple[str, str]]:
     more = next((s for s in kept if s.gpus > world_size and s.memory.verdict is Verdict.FITS), None)
     if more is not None and more.values:
         found.append((f"on {count_gpus(more.gpus)}", described(more)))
+    if answer.traces:
+        found.append(("by formula", "all of these: only the job itself was traced"))
     return found
 
 
@@ -166,9 +157,11 @@ def described(suggestion: Suggestion) -> str:
     )
 
 
-def suggestions_title(memory: MemoryEstimate) -> str:
-    """What the suggestions are for."""
-    return "What takes the pressure away" if memory.verdict is Verdict.PRESSURE else "What makes it fit"
+def suggestions_title(answer: Answer, memory: MemoryEstimate) -> str:
+    """What the suggestions are for, and beside a trace by what they are found."""
+    pressure = memory.verdict is Verdict.PRESSURE
+    title = "What takes the pressure away" if pressure else "What makes it fit"
+    return f"{title}, by formula" if answer.traces else title
 
 
 def suggestion_notes(settings: Settings, suggestion: Suggestion) -> list[str]:
@@ -201,46 +194,6 @@ def _needs(answer: Answer) -> Iterator[RenderableType]:
         yield table
 
 
-def _bars(memory: MemoryEstimate) -> Iterator[RenderableType]:
-    """A stacked bar of each stage's peak on the card's scale, and the legend of the worst."""
-    scale = max(memory.capacity_bytes, memory.active_bytes)
-    table = Table.grid(padding=(0, 1))
-    for stage in memory.stages:
-        name = "peak" if len(memory.stages) == 1 else f"stage {stage.stage}"
-        worst = len(memory.stages) > 1 and stage.stage == memory.worst_stage
-        table.add_row(
-            Text(name, style="bold" if worst else ""),
-            _bar(stage, scale, memory.capacity_bytes),
-            Text(f"{size(stage.active_bytes)} in {words(stage.peak.name)}"),
-        )
-    yield table
-    legend = Text()
-    for name, held in sorted(memory.components.items(), key=lambda item: -item[1]):
-        if held >= 0.0005 * GIB:
-            glyph, colour = COMPONENT_STYLE[name]
-            legend.append(f"{glyph}\u00a0", style=colour)
-            # no-break spaces: a name stays with its figure
-            legend.append(f"{words(name)} {size(held)}".replace(" ", "\u00a0"))
-            legend.append("   ")
-    yield legend
-
-
-def _bar(stage: StageMemory, scale: float, capacity: float) -> Text:
-    bar, drawn, total = Text(), 0, 0.0
-    for name, held in by_component(stage.peak.items).items():
-        total += held
-        cells = round(BAR_CELLS * total / scale) - drawn
-        glyph, colour = COMPONENT_STYLE[name]
-        bar.append(glyph * cells, style=colour)
-        drawn += cells
-    limit = round(BAR_CELLS * capacity / scale)
-    if limit < drawn:  # where the card ends
-        bar = Text.assemble(bar[:limit], ("│", "bold red"), bar[limit:])
-    else:
-        bar.append("·" * (limit - drawn), style="dim")
-    return bar
-
-
 def _figures(answer: Answer, memory: MemoryEstimate) -> Table:
     table = Table.grid(padding=(0, 2))
     for name, value, detail in figures(answer, memory):
@@ -269,7 +222,8 @@ def figures(answer: Answer, memory: MemoryEstimate) -> list[tuple[str, str, str]
             ("speed", speed, f"per GPU, {slow:,.0f} to {fast:,.0f}; a step takes {step_time.seconds:.2f} s")
         )
         if answer.dry_run is None:  # one configuration was run, no other
-            found.append(("minimum", *_minimum(answer.minimum)))
+            value, detail = _minimum(answer.minimum)
+            found.append(("minimum", value, f"by formula, {detail}" if answer.traces else detail))
     return [*found, ("source", memory.method, _source(answer))]
 
 
@@ -281,7 +235,11 @@ def _source(answer: Answer) -> str:
         measured = f"; speeds {rates.source}" if rates is not None else ""
         return f"nothing was run; constants from H200, torch 2.11, torchtitan 0.2.2{measured}"
     seconds = sum(trace.seconds for trace in answer.traces)
-    beside = "; speed by formula" if answer.step_time else "; the formula knows no speed for this model"
+    beside = (
+        "; speed and minimum by formula"
+        if answer.step_time
+        else "; the formula knows no speed for this model"
+    )
     return f"two steps of the real model under fake tensors, {seconds:.0f} s on the CPU{beside}"
 
 
@@ -302,62 +260,65 @@ def _findings(kind: str, findings: Sequence[Finding], colour: str) -> Iterator[R
             yield Text(f"  fix: {finding.fix}")
 
 
-def _suggestions_table(settings: Settings, suggestions: Sequence[Suggestion]) -> Table:
+def _suggestions_table(settings: Settings, suggestions: Sequence[Suggestion]) -> RenderableType:
+    return Layouts(*(_suggestions(settings, suggestions, beside=beside) for beside in (True, False)))
+
+
+def _suggestions(settings: Settings, suggestions: Sequence[Suggestion], *, beside: bool) -> Table:
+    """Notes in a column of their own, or below the change."""
     table = Table(box=None, pad_edge=False)
     table.add_column("change", overflow="fold")
     for name in ("GPUs", "active", "device", "tokens/s/GPU"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+        table.add_column(name, justify="right", no_wrap=True)
+    if beside:
+        table.add_column("")
     for suggestion in suggestions:
-        memory = suggestion.memory
+        memory, change = suggestion.memory, Text("\n".join(suggestion.lines) or NO_CHANGE)
+        notes = suggestion_notes(settings, suggestion)
+        if not beside:
+            change.append("".join(f"\n  {note}" for note in notes), style="dim")
         table.add_row(
-            Text("\n".join(suggestion.lines) or NO_CHANGE),
+            change,
             str(suggestion.gpus),
             size(memory.active_bytes),
             size(memory.device_bytes),
             f"{suggestion.tokens_per_second_per_gpu:,.0f}",
-            ", ".join(suggestion_notes(settings, suggestion)),
+            *([", ".join(notes)] if beside else []),
         )
     return table
 
 
-def sweep_view(key: str, answers: Sequence[tuple[str, Answer]]) -> Table:
+def sweep_view(key: str, answers: Sequence[tuple[str, Answer]]) -> RenderableType:
     """One row a value of ``key``."""
+    return Layouts(*(_sweep(key.rpartition(".")[2], answers, wide=wide) for wide in (True, False)))
+
+
+def _sweep(name: str, answers: Sequence[tuple[str, Answer]], *, wide: bool) -> Table:
+    """Reserved memory, which differs from the device's by a constant, only where there is room."""
     table = Table(box=None, pad_edge=False)
-    table.add_column(key.rpartition(".")[2], overflow="fold")
-    for name in ("active", "reserved", "device", "tokens/s/GPU"):
-        table.add_column(name, justify="right")
+    table.add_column(name, overflow="fold", min_width=len(name))
+    numbers = ("active", "reserved", "device", "tokens/s/GPU")
+    for number in numbers if wide else ("active", "device", "tokens/s\nper GPU"):
+        table.add_column(number, justify="right", no_wrap=True)
     table.add_column("peak in")
-    table.add_column("verdict")
+    table.add_column("verdict", min_width=VERDICT_CELLS)
+    empty = [""] * (len(table.columns) - 2)
     for label, answer in answers:
         memory, step_time = answer.memory, answer.step_time
         if memory is None:
-            table.add_row(
-                Text(label), "", "", "", "", "", Text(f"invalid: {answer.invalid[0].rule}", style="red")
-            )
+            table.add_row(Text(label), *empty, Text(f"invalid: {answer.invalid[0].rule}", style="red"))
             continue
         word, style = VERDICT_WORDS[memory.verdict]
         table.add_row(
             Text(label),
             size(memory.active_bytes),
-            size(memory.reserved_bytes),
+            *([size(memory.reserved_bytes)] if wide else []),
             size(memory.device_bytes),
             f"{step_time.tokens_per_second_per_gpu:,.0f}" if step_time else "",
             words(memory.peak.name),
             Text(word, style=style),
         )
     return table
-
-
-def size(num_bytes: float) -> str:
-    """GiB with the digits that matter."""
-    digits = 1 if num_bytes >= GIB else 2 if num_bytes >= 0.1 * GIB else 3
-    return f"{num_bytes / GIB:.{digits}f} GiB"
-
-
-def words(name: str) -> str:
-    """A phase or component for people."""
-    return "logits and loss" if name == "logits_loss" else name.replace("_", " ")
 
 
 def accounting_view(found: Accounting) -> Iterator[RenderableType]:

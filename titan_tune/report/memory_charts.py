@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from titan_tune.report.estimate import size, words
 from titan_tune.report.markup import Markup, el
+from titan_tune.report.memory_bars import size, words
 from titan_tune.report.scale import Scale, compact
 from titan_tune.trace.events import STEP_PHASE, Point
 from titan_tune.units import GIB, gib

@@ -21,12 +21,11 @@ from titan_tune.report.estimate import (
     job_line,
     needs,
     room,
-    size,
     suggestion_notes,
     suggestions_title,
-    words,
 )
 from titan_tune.report.markup import Markup, el
+from titan_tune.report.memory_bars import size, words
 from titan_tune.units import GIB
 
 GENERATOR: Final = "titan-tune estimate"
@@ -76,7 +75,7 @@ def _sections(answer: Answer, memory: MemoryEstimate) -> Sections:
     if answer.traces:
         made.append(("timeline", "Memory over the step", _timelines(answer, memory)))
     if answer.suggestions:
-        made.append(("suggestions", suggestions_title(memory), _suggestions(answer)))
+        made.append(("suggestions", suggestions_title(answer, memory), _suggestions(answer)))
     if answer.accounting is not None:
         made.append(("accounting", "The rule of thumb beside it", _accounting(answer.accounting)))
     made.append(
