@@ -33,6 +33,10 @@ EXAMPLES: dict[str, tuple[dict, dict]] = {
         {"model": "deepseek_v3/debugmodel", "ep": 16, "gpus": 16},
         {"model": "deepseek_v3/debugmodel", "ep": 8, "gpus": 16},
     ),
+    "uneven-expert-shards": (
+        {"model": "qwen3/235B-A22B", "ep": 8, "gpus": 65536},
+        {"model": "qwen3/235B-A22B", "ep": 128, "gpus": 65536},
+    ),
     "ep-needs-fsdp": ({"model": DEEPSEEK, "tp": 8, "ep": 8}, {"model": DEEPSEEK, "tp": 4, "ep": 8}),
     "deepep-expert-parallel": (
         {"model": DEEPSEEK, "ep_backend": "deepep"},

@@ -99,6 +99,30 @@ def ep_divides_experts(settings: Settings, values: Values) -> Facts | None:
 
 
 @invalid(
+    "uneven-expert-shards",
+    "expert_parallel_degree={ep}: FSDP shards each rank's {experts} experts over {shards} ranks, in dimension 1, whose "
+    "size {size} that does not divide",
+    fix="use a larger expert_parallel_degree, or data_parallel_replicate_degree > 1",
+    layout=True,
+)
+def uneven_expert_shards(settings: Settings, values: Values) -> Facts | None:
+    """``apply_fsdp`` shards dimension 1 of the experts where efsdp x ep > num_experts, and FSDP raises
+    NotImplementedError "FSDP does not support uneven sharding on dim 1"
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py). Seen on CPU with torchtitan 0.2.2."""
+    dims, model, moe = settings.dims, settings.model, settings.model.moe
+    if dims.ep == 1 or moe is None:
+        return None
+    shards = max(1, dims.fsdp_degree * dims.tp // (dims.etp * dims.ep))
+    if shards * dims.ep <= moe.num_experts:
+        return None
+    hidden = (2 if model.name == "gpt_oss" else 1) * moe.expert_hidden_dim // dims.etp
+    size = next((size for size in (hidden, model.dim) if size % shards), None)
+    if size is None:
+        return None
+    return {"ep": dims.ep, "experts": moe.num_experts // dims.ep, "shards": shards, "size": size}
+
+
+@invalid(
     "ep-needs-fsdp",
     "expert_parallel_degree={ep} with data_parallel_shard_degree x context_parallel_degree = 1: {model} asks for "
     "the fsdp mesh, which does not exist",
