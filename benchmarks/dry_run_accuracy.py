@@ -21,7 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from titan_tune.calibrate.rates import rates_of
+from titan_tune.calibrate.result import Calibration
 from titan_tune.catalog.loader import gpu_spec
+from titan_tune.domain.calibration import MeasuredRates
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.domain.probe import RankMemory, StepRecord
 from titan_tune.domain.settings import Settings
@@ -35,6 +38,7 @@ from titan_tune.units import GIB
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
 WARMUP_STEPS = 2
+CALIBRATION = DATA / "h200_calibration.json"
 BASE = "[model]\nname = 'llama3'\nflavor = 'debugmodel'\n"
 
 
@@ -210,25 +214,29 @@ def report(dry: list[Dry], real: dict[str, Real]) -> str:
 
 
 def fit_text(pairs: list[tuple[Dry, Real]]) -> str:
-    """The constants of ``dry_run_model`` by least squares of relative errors, and how far pairs left out are."""
+    """The constants of ``dry_run_model`` by least squares of relative errors, and how far pairs left out are: for the
+    catalogue's links, then for those of the calibration of such a machine."""
+    rates = rates_of(Calibration.model_validate_json(CALIBRATION.read_text(encoding="utf-8")))
+    return "\n".join(line for links in (None, rates) for line in fit_lines(pairs, links))
+
+
+def fit_lines(pairs: list[tuple[Dry, Real]], rates: MeasuredRates | None) -> Iterator[str]:
+    """For the links of ``rates``, or the catalogue's."""
     flat, tp = [], []
     for dry, real in pairs:
-        dims = dry.settings.dims
+        dims, cluster = dry.settings.dims, dry.settings.cluster.model_copy(update={"rates": rates})
         if dims.pp == dims.ep == 1:
-            busy = busy_seconds(dry.runs[0].collectives, interconnect_of(dry.settings.cluster))
+            busy = busy_seconds(dry.runs[0].collectives, interconnect_of(cluster))
             beside = sum(busy.get(cause, 0.0) for cause in OVERLAPPED)
             point = Point(dry.layout, real_seconds(dry, real), dry.prediction.compute_seconds, beside, busy)
             (tp if dims.tp > 1 else flat).append(point)
     overlapped, slowest = fitted(flat)
     shares = [(p.real - (1 + slowest) * p.compute) / p.busy[Cause.TP] for p in tp]
-    out = [
-        f"overlapped {overlapped:.3f}, slowest rank {slowest:.4f}, tensor parallel {sum(shares) / len(shares):.2f}"
-    ]
+    yield f"overlapped {overlapped:.3f}, slowest rank {slowest:.4f}, tensor parallel {sum(shares) / len(shares):.2f}"
     for i, point in enumerate(flat):
         left = fitted(flat[:i] + flat[i + 1 :])
         found = [percent(point.real, step(point, *constants)) for constants in ((overlapped, slowest), left)]
-        out.append(f"{found[0]:+6.2f} %  left out {found[1]:+6.2f} %  {point.layout}")
-    return "\n".join(out)
+        yield f"{found[0]:+6.2f} %  left out {found[1]:+6.2f} %  {point.layout}"
 
 
 class Point(NamedTuple):

@@ -203,7 +203,6 @@ def section(case: Case, results: Mapping[str, Sequence[Run]], image: str | None 
     ran = [config for config in table.by_config if table.truth(config) is not None]
     near = sum((table.truth(config) or 0.0) >= (1 - WITHIN) * table.optimum for config in ran)
     best = max(ran, key=lambda config: table.truth(config) or 0.0)
-    noise = f"{100 * table.repeat_noise:.1f} %" if table.repeat_noise is not None else "not known: no repeats"
     yield from (
         f"## {table.name}",
         "",
@@ -211,7 +210,7 @@ def section(case: Case, results: Mapping[str, Sequence[Run]], image: str | None 
         f" {len(case.plan.by_id)} candidates were measured, {len(ran)} ran, {near} within {WITHIN:.0%} of the best"
         f" ({', '.join(table.by_config[best][0].choices.values())}; {table.optimum:,.0f} tokens/s per GPU)."
         f" Measuring all of them once took {table.exhaustive_gpu_seconds:,.0f} GPU-seconds. Between runs of"
-        f" one configuration: {noise}.",
+        f" one configuration: {noise_of(table)}.",
         "",
         *beginning(case),
         f"Until within {WITHIN:.0%} of the optimum, median / 90th percentile of {seeds} seeds:",
@@ -221,6 +220,7 @@ def section(case: Case, results: Mapping[str, Sequence[Run]], image: str | None 
         *(reach_row(name, case, runs) for name, runs in results.items()),
         "",
         *comparison(results),
+        least(case),
         "",
         "Median regret, %, against GPU time and against probes:",
         "",
@@ -232,6 +232,15 @@ def section(case: Case, results: Mapping[str, Sequence[Run]], image: str | None 
         *ours_in_full(case, results[OURS]),
         "",
     )
+
+
+def noise_of(table: MeasuredTable) -> str:
+    """What is known of the spread between runs of one configuration, in words."""
+    if table.repeat_noise is not None:
+        return f"{100 * table.repeat_noise:.1f} %"
+    if table.header.run_noise is not None:
+        return f"{100 * table.header.run_noise:.1f} % (no repeats here: searches that ran four configurations twice)"
+    return "not known: no repeats"
 
 
 def beginning(case: Case) -> Iterator[str]:
@@ -261,6 +270,22 @@ def comparison(results: Mapping[str, Sequence[Run]]) -> Iterator[str]:
     yield (
         f"Median GPU-seconds of titan-tune over those of the best search without its step-time model ({best}):"
         f" {middle(OURS) / middle(best):.2f}; over those of its own model's order: {middle(OURS) / middle(MODEL):.2f}."
+    )
+
+
+def least(case: Case) -> str:
+    """What no search can undercut."""
+    table = case.table
+    near = {c for c in table.by_config if (table.truth(c) or 0.0) >= (1 - WITHIN) * table.optimum}
+    needed = {case.baseline: table.by_config[case.baseline][0].seconds}
+    if case.baseline not in near:
+        quickest = min(near, key=lambda config: table.by_config[config][0].seconds)
+        needed[quickest] = table.by_config[quickest][0].seconds
+    seconds = table.header.gpus * sum(needed.values())
+    share = 100 * seconds / table.exhaustive_gpu_seconds
+    return (
+        f"The least that a search can need which begins with the job and then guesses right: {len(needed)} probes,"
+        f" {seconds:,.0f} GPU-seconds, {share:.1f} % of the exhaustive."
     )
 
 

@@ -133,3 +133,25 @@ def _dry_ranks(raw: dict[str, Any]) -> list[DryRank]:
         )
         for rank, found in raw["ranks"].items()
     ]
+
+
+@lru_cache(maxsize=1)
+def real_pair_rows() -> tuple[Row, ...]:
+    """Real two-GPU runs that were made beside dry runs, alone on their machine."""
+    lines = (json.loads(line) for line in DRY_RUNS.read_text().splitlines())
+    return tuple(
+        _real_pair_row(raw) for raw in lines if "tokens_per_second_per_gpu" in raw.get("real_run", {})
+    )
+
+
+def _real_pair_row(raw: dict[str, Any]) -> Row:
+    cluster, real = ClusterSpec(gpu=gpu_spec("h200"), gpus_per_node=raw["world_size"]), raw["real_run"]
+    return Row(
+        id=raw["id"],
+        settings=resolve(job_from_text("", name=raw["id"]).with_values(raw["config"]), cluster),
+        active_gib=tuple(size / 2**30 for size in real["active_bytes"]),
+        reserved_gib=tuple(size / 2**30 for size in real["reserved_bytes"]),
+        device_gib=(),
+        tokens_per_second=real["tokens_per_second_per_gpu"],
+        is_fake=False,
+    )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from h200 import rows
+from h200 import real_pair_rows, rows
 
+from titan_tune.calibrate.rates import rates_of
+from titan_tune.calibrate.result import Calibration
 from titan_tune.catalog.loader import model_spec
 from titan_tune.domain.settings import (
     AcMode,
@@ -34,6 +37,7 @@ from titan_tune.units import MIB
 
 ROOT = Path(__file__).parents[2]
 TABLES = sorted((ROOT / "tests" / "data" / "tables").glob("*.jsonl"))
+CALIBRATION = ROOT / "tests" / "data" / "h200_calibration.json"
 NONE = ActivationCheckpointing(AcMode.NONE)
 OP = ActivationCheckpointing(AcMode.SELECTIVE, every=0)
 JOB = next(row.settings for row in rows() if row.id == "1B-b4-s4096-op-c-bf16-fsdp2")
@@ -56,8 +60,8 @@ def table(path: Path) -> tuple[tuple[float, float], ...]:
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
     def ranks(values: Sequence[float]) -> list[float]:
-        order = sorted(range(len(values)), key=values.__getitem__)
-        return [float(order.index(i)) for i in range(len(values))]
+        ordered = sorted(values)  # equal ones share the mean of their ranks
+        return [(bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in values]
 
     first, second = zip(*pairs, strict=True)
     return statistics.correlation(ranks(first), ranks(second))
@@ -65,7 +69,7 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_a_table_is_ordered_as_measured(path: Path) -> None:
-    assert len(table(path)) >= 25
+    assert len(table(path)) >= 12
     assert rank_correlation(table(path)) >= 0.97
 
 
@@ -76,14 +80,32 @@ def test_a_tables_ratios_are_as_measured(path: Path) -> None:
     assert statistics.median(abs(error - middle) for error in errors) <= 0.03
 
 
-@pytest.mark.parametrize("flavor", ["1B", "3B"])
-def test_a_model_is_ordered_as_measured(flavor: str) -> None:
-    pairs = [
-        (estimate_step_time(row.settings).tokens_per_second_per_gpu, row.tokens_per_second)
-        for row in rows()
-        if row.settings.model.flavor == flavor
-    ]
+@pytest.mark.parametrize(("flavor", "count"), [("1B", 44), ("3B", 12), ("8B", 11)])
+def test_a_model_is_ordered_as_measured(flavor: str, count: int) -> None:
+    pairs = []
+    for row in rows() + real_pair_rows():
+        if row.settings.model.flavor == flavor:
+            estimate = estimate_step_time(row.settings)
+            silent = estimate.components["communication"] if row.is_fake else 0.0
+            predicted = estimate.tokens_per_second_per_gpu * estimate.seconds / (estimate.seconds - silent)
+            pairs.append((predicted, row.tokens_per_second))
+    assert len(pairs) == count
     assert rank_correlation(pairs) >= 0.97
+    assert statistics.median(abs(predicted / measured - 1) for predicted, measured in pairs) <= 0.02
+
+
+def test_calibrated_links_predict_as_well_as_the_catalogue() -> None:
+    """Real runs on two GPUs; both ways to know the links have their own shares of exposed communication."""
+    rates = rates_of(Calibration.model_validate_json(CALIBRATION.read_text(encoding="utf-8")))
+    errors = []
+    for row in rows() + real_pair_rows():
+        if row.settings.dims.world_size == 2 and not row.is_fake:
+            cluster = row.settings.cluster.model_copy(update={"rates": rates})
+            speed = estimate_step_time(replace(row.settings, cluster=cluster)).tokens_per_second_per_gpu
+            errors.append(abs(speed / row.tokens_per_second - 1))
+    assert len(errors) == 32
+    assert statistics.median(errors) <= 0.02
+    assert max(errors) <= 0.1
 
 
 def parts(job: Settings) -> dict[str, float]:
@@ -114,6 +136,43 @@ def test_a_slow_host_weighs_on_small_batches() -> None:
         return parts(job)["host"] / estimate_step_time(job).seconds
 
     assert share(1) > 0.1 > share(8) > 0
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(tp=2), ParallelDims(cp=2)])
+def test_eager_tensor_and_context_parallelism_wait_for_the_host(dims: ParallelDims) -> None:
+    eager = replace(JOB, local_batch_size=8, global_batch_size=16, compile=Compilation(), dtype="bfloat16")
+    compiled = replace(eager, compile=JOB.compile, dims=dims)
+    split = parts(replace(eager, dims=dims))["host"]
+    assert split > 5 * parts(eager)["host"]
+    assert split > 5 * parts(compiled)["host"]
+
+
+def test_an_optimizer_step_costs_something_of_its_own() -> None:
+    """Two steps of half the batch take longer than one with two passes."""
+    one = replace(JOB, dims=ParallelDims(), local_batch_size=4, global_batch_size=4)
+    two = replace(one, global_batch_size=8)
+    saved = 2 * estimate_step_time(one).seconds - estimate_step_time(two).seconds
+    assert 1e-3 < saved < 0.1 * estimate_step_time(two).seconds
+
+
+def test_autocast_copies_weights_in_every_pass() -> None:
+    def optimizer(passes: int) -> float:
+        return parts(replace(JOB, dims=ParallelDims(), local_batch_size=1, global_batch_size=passes))[
+            "optimizer"
+        ]
+
+    assert optimizer(3) - optimizer(2) == pytest.approx(optimizer(2) - optimizer(1))
+    assert optimizer(2) > optimizer(1)
+
+
+def test_rowwise_casts_are_dearer_than_tensorwise() -> None:
+    tensorwise, rowwise = (parts(replace(JOB, float8=Float8(recipe=r))) for r in ("tensorwise", "rowwise"))
+    assert rowwise["float8_casts"] > 1.5 * tensorwise["float8_casts"]
+
+
+def test_experts_cost_the_host() -> None:
+    settings = next(row.settings for row in real_pair_rows() if row.settings.model.flavor == "16B")
+    assert parts(settings)["host"] > 0.5 * estimate_step_time(settings).seconds
 
 
 def test_cuda_graphs_need_no_host() -> None:
@@ -214,6 +273,26 @@ def test_recomputed_collectives_of_tensor_parallelism(
         found = counted(job, Work(16, True), 1)
         assert found[Cause.TP, Op.ALL_GATHER][0] == 16 * gathers + 2
         assert found[Cause.TP, Op.REDUCE_SCATTER][0] == 16 * scatters + 2
+
+
+def test_float8_scales_of_tensor_parallelism_as_a_dry_run_counted() -> None:
+    """405B, PP 8 x FSDP 8 x TP 8, full AC, tensorwise: a rank of 15 blocks reduced 5280 and 7200 single numbers in 32
+    microbatches. Rowwise scales need no other rank."""
+    job = replace(
+        JOB,
+        cluster=JOB.cluster.model_copy(update={"num_nodes": 64, "gpus_per_node": 8}),
+        dims=ParallelDims(dp_shard=8, tp=8, pp=8),
+        local_batch_size=32,
+        global_batch_size=256,
+        ac=ActivationCheckpointing(AcMode.FULL),
+        float8=Float8(),
+    )
+    work = Work(15, False)
+    assert counted(job, work, 32)[Cause.TP, Op.ALL_REDUCE] == (5280 + 7200, 0)
+    kept = counted(replace(job, ac=NONE), work, 32)[Cause.TP, Op.ALL_REDUCE][0]
+    half = replace(job, ac=ActivationCheckpointing(AcMode.SELECTIVE, every=2))
+    assert kept < counted(half, work, 32)[Cause.TP, Op.ALL_REDUCE][0] < 5280 + 7200
+    assert (Cause.TP, Op.ALL_REDUCE) not in counted(replace(job, float8=Float8(recipe="rowwise")), work, 32)
 
 
 def test_pipeline_rank_issues_what_a_dry_run_counted() -> None:

@@ -2,14 +2,19 @@
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from titan_tune.calibrate.rates import rates_of
+from titan_tune.calibrate.result import Calibration
 from titan_tune.catalog.loader import gpu_spec
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.domain.estimate import Verdict
 from titan_tune.estimate import estimate_memory
+from titan_tune.estimate.interconnect import interconnect_of
+from titan_tune.probe.dry_run_model import predict
 from titan_tune.probe.dry_run_outcome import MEMORY_MARGIN, PIPELINE_MARGIN
 from titan_tune.titan.job import job_from_text
 from titan_tune.titan.rules import first_invalid
@@ -87,3 +92,31 @@ def test_the_pairs_to_be_measured_are_valid_jobs_of_two_h200s_and_on_a_processor
         assert estimate_memory(settings).verdict is Verdict.FITS, name
         small = job_from_text("", name=name).with_values(pairs.shrunk(pairs.values_of(name)))
         assert resolve(small, h200).dims == settings.dims, name
+
+
+@pytest.mark.parametrize("is_calibrated", [False, True])
+def test_throughput_is_that_of_the_real_jobs(monkeypatch, is_calibrated):
+    """15 jobs on two H200s, by the catalogue's links and by those that were measured on that machine."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    accuracy = importlib.import_module("dry_run_accuracy")
+    calibration = Calibration.model_validate_json((DATA / "h200_calibration.json").read_text())
+    errors = {}
+    for dry in accuracy.dry_runs():
+        if (real := accuracy.real_of(dry.row, {})) is None:
+            continue
+        rates = rates_of(calibration) if is_calibrated else None
+        cluster = dry.settings.cluster.model_copy(update={"rates": rates})
+        settings = replace(dry.settings, cluster=cluster)
+        found = predict(settings, dry.runs, interconnect_of(cluster))
+        seconds = accuracy.real_seconds(dry, real)
+        assert abs(seconds / found.step_seconds - 1) <= found.relative_interval, dry.row["id"]
+        dims = settings.dims
+        kind = "EP" if dims.ep > 1 else "TP, PP" if dims.tp > 1 or dims.pp > 1 else "FSDP, DDP, CP"
+        errors.setdefault(kind, []).append(abs(seconds / found.step_seconds - 1))
+    assert {kind: len(values) for kind, values in errors.items()} == {
+        "FSDP, DDP, CP": 8,
+        "TP, PP": 6,
+        "EP": 1,
+    }
+    assert max(errors["FSDP, DDP, CP"]) <= 0.012
+    assert max(errors["TP, PP"]) <= 0.045

@@ -89,7 +89,8 @@ def _elementwise_bytes(s: Shapes, recomputed: float, k: Constants) -> float:
         dim_bytes = k.compiled_residuals * s.residual_bytes + k.compiled_dims * s.compute_bytes
         ffn_bytes = k.compiled_ffns * s.compute_bytes
     else:
-        dim_bytes, ffn_bytes = size * k.eager_dim_bytes, size * k.eager_ffn_bytes
+        dim_bytes = k.eager_residuals * s.residual_bytes + k.eager_dims * s.compute_bytes
+        ffn_bytes = k.eager_ffns * s.compute_bytes
     hidden, routed = float(s.ffn), 0.0
     if s.moe is not None:
         share = s.num_moe_layers(0, s.layers) / s.layers
@@ -114,7 +115,7 @@ def _cast_bytes(s: Shapes, recomputed: float, k: Constants) -> float:
     per_element = k.float8_cast_bytes * s.tokens
     moved = per_element * (inputs + gradients) + weights
     if s.compile_block:
-        return moved
+        return moved * k.rowwise_casts if s.rowwise else moved
     return k.eager_float8_casts * (moved + recomputed * (per_element * inputs + weights) / 2)
 
 
@@ -124,8 +125,16 @@ def _host_seconds(s: Shapes, recomputed: float, k: Constants) -> float:
         seconds = k.compiled_host + (k.compiled_float8_host if s.float8 else 0.0)
     else:
         seconds = k.eager_host + (k.eager_float8_host if s.float8 else 0.0)
-        seconds *= 1 + recomputed / 3
+        if s.tp > 1:
+            seconds += k.eager_tp_host
+        if s.cp > 1:
+            seconds += k.eager_cp_host
+        seconds *= 1 + recomputed * k.recomputed_host
         seconds *= k.eager_op_host if s.recompute is Recompute.OP else 1.0
+    if s.moe is not None:
+        seconds += (
+            k.expert_host * s.num_moe_layers(0, s.layers) / s.layers * (1 + recomputed * k.recomputed_host)
+        )
     if s.shards > 1:
         seconds += k.fsdp_host + (k.float8_gather_host if s.float8_all_gather else 0.0)
     return seconds

@@ -12,12 +12,12 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
+from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.domain.estimate import StepTimeEstimate
 from titan_tune.domain.settings import Pipeline, Settings
 from titan_tune.estimate.collectives import (
     Cause,
     CollectiveRecord,
-    Exposure,
     Interconnect,
     Op,
     busy_seconds,
@@ -35,7 +35,14 @@ from titan_tune.estimate.interconnect import interconnect_of
 from titan_tune.estimate.parameters import FP32_BYTES, ParamPath, Shapes, shapes_of
 from titan_tune.estimate.reserved import uses_cuda_graphs
 from titan_tune.estimate.schedule import V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, stages_of_rank
-from titan_tune.estimate.speeds import CONSTANTS, FITTED_GPU, Constants, Speeds, speeds_of
+from titan_tune.estimate.speeds import (
+    CONSTANTS,
+    FITTED_GPU,
+    Constants,
+    Speeds,
+    exposure_of,
+    speeds_of,
+)
 from titan_tune.estimate.stages import split_model
 
 __all__ = ["ATTENTION_BACKWARD", "CONSTANTS", "Constants", "estimate_step_time"]
@@ -44,14 +51,14 @@ PCIE_GB_PER_S = 25.0
 HOST_MEMORY_GB_PER_S = 20.0
 """What one rank gets of the bus and of the host's memory under CPU offload; nominal, not measured."""
 AUTOCAST_BYTES = 12.0
-"""Per parameter: bf16 copies of the fp32 weights, and their bf16 gradients as fp32."""
+"""Per parameter and pass: bf16 copies of the fp32 weights, and their bf16 gradients as fp32."""
 INTERVAL = (0.89, 1.11)
-"""56 of 57 single runs of models left out of the fit lie within it (reports/step_time_accuracy.md). A machine whose
-host is busy with other jobs can lie below all of it: the one-GPU table does by 13 %."""
+"""All 71 single runs of dense models lie within it when their model is left out of the fit
+(reports/step_time_accuracy.md). Some machines lie below all of it: the one-GPU table does by 13 %."""
 UNMEASURED_INTERVAL = (0.65, 1.25)
 """Other GPUs, more than two of them: a guess, skewed as the roofline is optimistic."""
 EXPERTS_INTERVAL = (0.4, 1.3)
-"""Mixture of experts and families other than llama3: the same roofline, no row."""
+"""Mixture of experts and families other than llama3: the same roofline, one row."""
 CUDA_GRAPH_SHARE = 0.02
 """Of forward and backward: copies into the graphs' inputs, less the launches saved. 1B on H200s (torch 2.11),
 reduce-overhead against default: 3 to 7 % slower on an idle machine, 3 to 17 % faster where four jobs shared a host."""
@@ -77,10 +84,10 @@ def estimate_step_time(settings: Settings, constants: Constants = CONSTANTS) -> 
     compute = sum(parts.values())
     if has_graphs:
         parts["cuda_graphs"] = CUDA_GRAPH_SHARE * compute
-    parts["optimizer"] = _optimizer_seconds(shapes, work, constants, speeds)
+    parts["optimizer"] = constants.step_seconds + _optimizer_seconds(shapes, work, passes, constants, speeds)
     moved = _moved(settings, shapes, work, accumulation, passes)
     parts["sharding"] = moved.copied_bytes / speeds.traffic
-    parts["communication"] = _exposed_seconds(moved, compute, constants)
+    parts["communication"] = _exposed_seconds(moved, compute, cluster, constants)
     if dims.pp > 1:
         parts["pipeline_bubble"] = compute * bubble
     seconds = sum(parts.values())
@@ -149,10 +156,10 @@ def _rank_params(s: Shapes, work: Work) -> float:
     return blocks + (s.embedding_shard_params / s.shards if work.has_output else 0.0)
 
 
-def _optimizer_seconds(s: Shapes, work: Work, k: Constants, speeds: Speeds) -> float:
+def _optimizer_seconds(s: Shapes, work: Work, passes: int, k: Constants, speeds: Speeds) -> float:
     per_param = k.optimizer_bytes * s.param_bytes / 4
     if s.path is ParamPath.AUTOCAST and s.param_bytes == 4:
-        per_param += AUTOCAST_BYTES
+        per_param += AUTOCAST_BYTES * passes
     params = _rank_params(s, work)
     if s.offload:  # parameters go down for forward and backward, gradients up; Adam runs on the host
         bus = 3 * s.param_bytes * params / (PCIE_GB_PER_S * 1e9)
@@ -192,11 +199,10 @@ def _moved_parameters(groups: ParameterGroups, interconnect: Interconnect) -> _M
     return _Moved(busy_seconds(found, interconnect), _copied_bytes(found, groups.compute_bytes))
 
 
-def _exposed_seconds(moved: _Moved, compute: float, k: Constants) -> float:
+def _exposed_seconds(moved: _Moved, compute: float, cluster: ClusterSpec, k: Constants) -> float:
     if not moved.busy:
         return 0.0
-    exposure = Exposure(k.overlapped_exposed, tensor_parallel=k.tensor_parallel_exposed)
-    return sum(exposed_by_cause(moved.busy, compute, exposure).values())
+    return sum(exposed_by_cause(moved.busy, compute, exposure_of(cluster, k)).values())
 
 
 def _copied_bytes(collectives: Iterable[CollectiveRecord], compute_bytes: int, before: float = 0.0) -> float:

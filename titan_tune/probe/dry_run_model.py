@@ -51,6 +51,8 @@ EXPOSURE: Final = Exposure(overlapped=0.42, tensor_parallel=1.33)
 """Less than beside the formula's compute, which leaves out the copies into and out of FSDP's buffers and fits TP's
 small kernels less well: a dry run makes all of them itself. Fitted to real runs on two H200s, with the next
 (benchmarks/dry_run_accuracy.py --print-fit)."""
+CALIBRATED_EXPOSURE: Final = Exposure(overlapped=0.25, tensor_parallel=0.70)
+"""The same against collectives as a calibration of that machine times them: slower, and the host's launch included."""
 SLOWEST_RANK: Final = 0.023
 """Of the compute time, added where ranks meet in every step: the job is as fast as its slowest rank, and steps of
 a rank differ. Two ranks; more would have a slower slowest, which was not measured. A pipeline has slack instead."""
@@ -201,14 +203,25 @@ def predict(
     if settings.dims.pp == 1:
         run = max(runs, key=lambda run: run.step_seconds)
         compute = gpu_factor * run.step_seconds
-        times = _communication(run, interconnect, compute)
+        times = _communication(settings, run, interconnect, compute)
         waiting = SLOWEST_RANK * compute if settings.dims.world_size > 1 else 0.0
         return Prediction(compute, times.exposed_seconds, waiting, 0.0, times.exposed, interval)
     return _predict_pipeline(settings, runs, interconnect, gpu_factor, interval)
 
 
-def _communication(run: RankRun, interconnect: Interconnect, compute: float) -> CommunicationTime:
-    return exposed_seconds(run.collectives, interconnect, compute, EXPOSURE)
+def _communication(
+    settings: Settings, run: RankRun, interconnect: Interconnect, compute: float
+) -> CommunicationTime:
+    return exposed_seconds(run.collectives, interconnect, compute, exposure_of(settings.cluster))
+
+
+def exposure_of(cluster: ClusterSpec) -> Exposure:
+    """By where the rates come from: a calibration is of one node, the links between nodes are the catalogue's."""
+    if cluster.rates is None or not cluster.rates.links:
+        return EXPOSURE
+    if cluster.num_nodes > 1:
+        return EXPOSURE._replace(tensor_parallel=CALIBRATED_EXPOSURE.tensor_parallel)
+    return CALIBRATED_EXPOSURE
 
 
 def _relative_interval(dims: ParallelDims) -> float:
@@ -233,7 +246,7 @@ def _predict_pipeline(
     gpu_factor: float,
     interval: float,
 ) -> Prediction:
-    lanes = [_lane(run, interconnect, gpu_factor) for run in runs]
+    lanes = [_lane(settings, run, interconnect, gpu_factor) for run in runs]
     longest = max(lanes, key=lambda lane: lane.compute)
     durations = _durations(settings, [chunk for lane in lanes for chunk in lane.chunks])
     span = settings.gradient_accumulation_steps * makespan(
@@ -246,9 +259,9 @@ def _predict_pipeline(
     return Prediction(longest.compute, communication, 0.0, bubble, exposed, interval)
 
 
-def _lane(run: RankRun, interconnect: Interconnect, gpu_factor: float) -> _Lane:
+def _lane(settings: Settings, run: RankRun, interconnect: Interconnect, gpu_factor: float) -> _Lane:
     compute = gpu_factor * run.step_seconds
-    exposed = _communication(run, interconnect, compute).exposed
+    exposed = _communication(settings, run, interconnect, compute).exposed
     waited_for = math.fsum(exposed.get(cause, 0.0) for cause in (Cause.TP, Cause.CP, Cause.EP))
     beside = math.fsum(exposed.get(cause, 0.0) for cause in (Cause.FSDP, Cause.HSDP, Cause.DDP, Cause.OTHER))
     inside = gpu_factor * math.fsum(chunk.count * chunk.seconds for chunk in run.chunks)

@@ -32,7 +32,7 @@ LOSS_WARN: Final = 0.01
 GRADIENT_GROWTH: Final = 10.0
 """Times the first step's gradient norm: warm-up lets it fall, so growth of this size is a spike."""
 MEMORY_WARN, MEMORY_FAIL = 0.03, 0.15
-"""Relative gap to the estimate, whose worst error over 98 rows from H200s is 1.4 % (reports/memory_accuracy.md)."""
+"""Relative gap to the estimate, whose worst error over 117 values from H200s is 1.1 % (reports/memory_accuracy.md)."""
 JITTER_WARN, JITTER_FAIL = 0.10, 0.25
 """(p90 - p10) / median of the measured steps. Of probes on H200s 5 of 69 were beyond 10 % on a quiet host, and 17 of 66
 beside three others."""
