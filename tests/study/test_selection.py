@@ -11,13 +11,14 @@ from titan_tune.study.selection import (
     final_schedule,
     finalists,
     pareto_front,
+    roomier,
     standing_of_trial,
     standings,
     winner,
 )
 
 
-def record(number, config, tps=None, role=Role.PROBE, device=100, status=None, interval=None):
+def record(number, config, tps=None, role=Role.PROBE, device=100, status=None, interval=None, retries=0):
     measurement = None
     if tps is not None:
         measurement = Measurement(
@@ -30,7 +31,7 @@ def record(number, config, tps=None, role=Role.PROBE, device=100, status=None, i
             5.0,
             (1.0,),
             (RankMemory(0, device, device, device),),
-            0,
+            retries,
         )
     status = status or (ProbeStatus.COMPLETED if measurement else ProbeStatus.OOM)
     outcome = ProbeOutcome(status, "", 10.0, measurement)
@@ -155,3 +156,17 @@ def test_standing_of_trial_names_what_exists():
 def test_standings_are_ordered_and_stable():
     records = [record(0, "b", 100.0), record(1, "a", 100.0), record(2, "c", 101.0)]
     assert [s.config_id for s in standings(records)] == ["c", "a", "b"]
+
+
+def test_memory_to_spare_is_pointed_at_where_the_winner_had_to_retry():
+    tight = record(1, "tight", 200.0, device=139, interval=(190.0, 210.0), retries=1)
+    roomy = record(2, "roomy", 195.0, device=100)
+    found = roomier([BASE, tight, roomy])
+    assert found is not None and found.config_id == "roomy"
+    assert winner([BASE, tight, roomy]).standing.config_id == "tight"
+    # nothing to point at: no retries, clearly slower, as tight, or retries of its own
+    assert roomier([BASE, record(1, "tight", 200.0, device=139, interval=(190.0, 210.0)), roomy]) is None
+    assert roomier([BASE, tight, record(2, "slow", 189.0)]) is None
+    assert roomier([BASE, tight, record(2, "as tight", 199.0, device=139)]) is None
+    assert roomier([BASE, tight, record(2, "retried", 199.0, retries=2)]) is None
+    assert roomier([]) is None

@@ -158,7 +158,8 @@ def silent_failures(metrics: Metrics, *, wants_float8: bool, wants_compile: bool
         found.append("compile is on but nothing was compiled")
     retries = max((record.alloc_retries for log in metrics.logs.values() for record in log.steps), default=0)
     if retries:
-        found.append(f"{retries} allocation retries: memory is too tight, throughput suffers and will vary")
+        word = "retry" if retries == 1 else "retries"
+        found.append(f"{retries} allocation {word}: memory is too tight, throughput suffers and will vary")
     return tuple(found)
 
 

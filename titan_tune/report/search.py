@@ -19,7 +19,7 @@ from titan_tune.space.axes import Budget
 from titan_tune.study.budget import SECONDS_PER_HOUR, Spent
 from titan_tune.study.plan import Plan, label_of
 from titan_tune.study.records import TrialRecord
-from titan_tune.study.selection import Standing, Winner, standings, winner
+from titan_tune.study.selection import Standing, Winner, roomier, standings, winner
 from titan_tune.study.view import Running, Snapshot
 from titan_tune.units import format_duration, format_gib
 
@@ -279,7 +279,19 @@ def summary(
             text = f"runs of one configuration differ by up to {noise:.0%} here: smaller gains mean nothing"
             parts.append(Text(text, style="yellow"))
         parts += [Text(f"warning: {text}", style="yellow") for text in best.standing.latest.outcome.warnings]
+        if (other := roomier(records)) is not None:
+            parts.append(Text(roomier_line(other, best.standing), style="yellow"))
     return Group(*parts)
+
+
+def roomier_line(other: Standing, best: Standing) -> str:
+    """That a configuration with memory to spare is as fast as can be told."""
+    behind = 1.0 - other.tokens_per_second / best.tokens_per_second
+    peak = max(r.measurement.peak_reserved_bytes for r in other.runs if r.measurement)
+    return (
+        f"as fast as can be told, and with memory to spare: #{other.latest.number}, {behind:.1%} behind at"
+        f" {format_gib(peak)} without retries; export it with --trial {other.latest.number}"
+    )
 
 
 def verdict_line(best: Winner, records: Sequence[TrialRecord], *, world_size: int) -> str:

@@ -161,6 +161,25 @@ def winner(records: Sequence[TrialRecord]) -> Winner | None:
     return Winner(ranked[0], next((s for s in ranked if s.config_id == base), None))
 
 
+def roomier(records: Sequence[TrialRecord]) -> Standing | None:
+    """What to take where the winner had to retry allocations: the fastest that had none, uses less memory and is
+    within the winner's interval. ``None`` where the winner had none either, or nothing is as good."""
+    ranked = standings(records)
+    if not ranked or not _retried(ranked[0]):
+        return None
+    best = ranked[0]
+    others = (s for s in ranked[1:] if s.tokens_per_second >= best.interval[0] and not _retried(s))
+    return next((s for s in others if _peak(s) < _peak(best)), None)
+
+
+def _retried(standing: Standing) -> bool:
+    return any(r.measurement.alloc_retries > 0 for r in standing.runs if r.measurement)
+
+
+def _peak(standing: Standing) -> int:
+    return max(r.measurement.peak_reserved_bytes for r in standing.runs if r.measurement)
+
+
 def standing_of_trial(records: Sequence[TrialRecord], number: int) -> Standing:
     """One trial on its own.
 
