@@ -11,11 +11,22 @@ sys.path.insert(0, str(ROOT / "tests" / "estimate"))
 
 import h200  # noqa: E402
 from dry_run_accuracy import dry_runs  # noqa: E402
-from h200 import Row, real_pair_rows, rows  # noqa: E402
+from h200 import Row, TableRow, real_pair_rows, rows, table_rows  # noqa: E402
 
 from titan_tune.units import GIB  # noqa: E402
 
-__all__ = ["DRY_RUN", "ROOT", "DryRow", "Row", "dry_run_rows", "layout_rows", "real_pair_rows", "rows"]
+__all__ = [
+    "DRY_RUN",
+    "ROOT",
+    "DryRow",
+    "Row",
+    "TableRow",
+    "dry_run_rows",
+    "layout_rows",
+    "real_pair_rows",
+    "rows",
+    "table_rows",
+]
 
 DRY_RUN = "dry-run:"
 """In front of the ids of dry runs, some of which are those of real runs."""

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-from titan_tune.domain.settings import Settings
+from h200_rows import TableRow, table_rows
+
 from titan_tune.estimate import estimate_memory
-from titan_tune.space.file import load_space
-from titan_tune.titan.settings import settings_from
 from titan_tune.units import GIB
 
-ROOT = Path(__file__).parents[1]
-TABLES = ROOT / "tests" / "data" / "tables"
 EXACT = 0.1
 """Percent."""
 
 
-class TableRow(NamedTuple):
-    """One configuration of a table."""
+class Compared(NamedTuple):
+    """One configuration of a table, GiB."""
 
-    table: str
-    choices: str
-    settings: Settings
+    row: TableRow
     measured: tuple[float, ...]
-    """Peak active of every rank, GiB."""
+    """Of every rank."""
     estimated: float
     """Of the worst rank."""
     interval: tuple[float, float]
@@ -38,36 +30,21 @@ class TableRow(NamedTuple):
         return 100 * (self.estimated / max(self.measured) - 1)
 
 
-def table_rows() -> Iterator[TableRow]:
-    """Every configuration that completed, once."""
-    for path in sorted(TABLES.glob("*.jsonl")):
-        head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        space = load_space(ROOT / head["space"])
-        base, seen = space.base.resolved(), set()
-        for line in lines:
-            if line["status"] != "completed" or line["config_id"] in seen:
-                continue
-            seen.add(line["config_id"])
-            settings = settings_from({**base, **line["values"]}, space.base.model, space.cluster)
-            estimate = estimate_memory(settings)
-            low, high = estimate.active_interval
-            yield TableRow(
-                table=path.stem,
-                choices=", ".join(map(str, line["choices"].values())),
-                settings=settings,
-                measured=tuple(rank[1] / GIB for rank in line["memory"]),
-                estimated=estimate.active_bytes / GIB,
-                interval=(low / GIB, high / GIB),
-            )
+def compared(row: TableRow) -> Compared:
+    """The formula beside it."""
+    estimate = estimate_memory(row.settings)
+    low, high = estimate.active_interval
+    measured = tuple(size / GIB for size in row.active_bytes)
+    return Compared(row, measured, estimate.active_bytes / GIB, (low / GIB, high / GIB))
 
 
 def table_section() -> list[str]:
     """In words, and a line for each row that is off."""
-    rows = list(table_rows())
+    rows = [compared(row) for row in table_rows()]
     errors = [abs(row.error) for row in rows]
     inside = sum(row.interval[0] <= max(row.measured) <= row.interval[1] for row in rows)
     off = [row for row in rows if abs(row.error) > EXACT]
-    tables = len({row.table for row in rows})
+    tables = len({row.row.table for row in rows})
     return [
         "## Every configuration of the measured tables",
         "",
@@ -85,8 +62,8 @@ def table_section() -> list[str]:
         "| table | configuration | active GiB by rank | formula | error % | interval |",
         "|---|---|---|---|---|---|",
         *(
-            f"| {row.table} | {row.choices} | {', '.join(f'{gib:.2f}' for gib in row.measured)} | {row.estimated:.2f}"
-            f" | {row.error:+.2f} | {row.interval[0]:.1f} to {row.interval[1]:.1f} |"
+            f"| {row.row.table} | {row.row.choices} | {', '.join(f'{gib:.2f}' for gib in row.measured)}"
+            f" | {row.estimated:.2f} | {row.error:+.2f} | {row.interval[0]:.1f} to {row.interval[1]:.1f} |"
             for row in off
         ),
     ]

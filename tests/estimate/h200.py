@@ -17,12 +17,15 @@ from titan_tune.catalog.loader import gpu_spec, model_spec
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.domain.model import ModelSpec
 from titan_tune.domain.settings import Settings
+from titan_tune.space.file import load_space
 from titan_tune.titan.job import job_from_text
 from titan_tune.titan.keys import defaults
 from titan_tune.titan.settings import resolve, settings_from
 
 DATA = Path(__file__).parents[1] / "data" / "h200_measured.jsonl"
 LAYOUTS = DATA.with_name("h200_rows_layouts.jsonl")
+ROOT = Path(__file__).parents[2]
+TABLES = ROOT / "tests" / "data" / "tables"
 DRY_RUNS = DATA.with_name("h200_dry_runs.jsonl")
 MODEL_ARGS = "titan_tune.model_args."
 
@@ -155,3 +158,33 @@ def _real_pair_row(raw: dict[str, Any]) -> Row:
         tokens_per_second=real["tokens_per_second_per_gpu"],
         is_fake=False,
     )
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One configuration of an exhaustive table (benchmarks/measure_table.py)."""
+
+    table: str
+    choices: str
+    settings: Settings
+    active_bytes: tuple[int, ...]
+    """Peak of every rank."""
+
+
+@lru_cache(maxsize=1)
+def table_rows() -> tuple[TableRow, ...]:
+    """Every configuration that completed, once."""
+    found = []
+    for path in sorted(TABLES.glob("*.jsonl")):
+        head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        space = load_space(ROOT / head["space"])
+        base, seen = space.base.resolved(), set()
+        for line in lines:
+            if line["status"] != "completed" or line["config_id"] in seen:
+                continue
+            seen.add(line["config_id"])
+            settings = settings_from({**base, **line["values"]}, space.base.model, space.cluster)
+            choices = ", ".join(map(str, line["choices"].values()))
+            active = tuple(rank[1] for rank in line["memory"])
+            found.append(TableRow(path.stem, choices, settings, active))
+    return tuple(found)
