@@ -180,7 +180,8 @@ def test_a_file_that_names_no_model_is_told_so(files, capsys):
 
 def test_search_on_a_machine_without_the_gpus_of_the_space(files, capsys):
     assert run(["search", "space.toml"]) == 2
-    assert "this machine has" in capsys.readouterr().err.strip().splitlines()[-1]
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "this machine has" in line and "--runner slurm" in line
 
 
 def test_the_plan_needs_no_gpu(files, capsys):

@@ -68,10 +68,14 @@ def _local(request: RunnerRequest) -> Runner:
     if cluster.num_nodes > 1:
         raise InputError(f"--runner local runs on one node, the job asks for {cluster.num_nodes}")
     if cluster.gpu.is_cpu != machine.gpu.is_cpu:
-        raise InputError(f"the job is for {cluster.gpu.name}, this machine has {machine.gpu.name}")
+        raise InputError(
+            f"--runner local: the job is for {cluster.gpu.name}, this machine has {machine.gpu.name}; name another"
+            " with --gpu, submit it with --runner slurm, or only look at the candidates with --plan"
+        )
     if not machine.gpu.is_cpu and cluster.gpus_per_node > machine.gpus_per_node:
         raise InputError(
-            f"the job needs {cluster.gpus_per_node} GPUs, this machine has {machine.gpus_per_node}"
+            f"--runner local: the job needs {cluster.gpus_per_node} GPUs, this machine has {machine.gpus_per_node}; "
+            "name fewer with --gpus, measure single ranks with --runner dry-run, or submit it with --runner slurm"
         )
     runner = LocalRunner(cluster.gpus_per_node, request.device)
     slots = request.parallel or 1
