@@ -4,6 +4,7 @@ The suite repeats its examples; ``pytest --hypothesis-profile=explore`` looks fo
 writes what the fault tests saw to ``reports/faults.md``.
 """
 
+import signal
 from pathlib import Path
 
 import fault_report
@@ -27,6 +28,16 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.stash[ROWS] = []
+    _heed_interrupts()
+
+
+def _heed_interrupts() -> None:
+    """A shell ignores SIGINT and SIGQUIT in what it starts in the background, and children inherit that: searches
+    would never see the Ctrl-C that tests send them."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def become_rank(environment: Mapping[str, str], output: int, supervisor: int) ->
     if os.getppid() != supervisor:
         os._exit(1)
     os.setsid()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device
