@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 from titan_tune.domain.model import MlaSpec, ModelSpec, MoeSpec
 from titan_tune.domain.settings import ParallelDims
+from titan_tune.titan.experts import expert_shards_of, shards_dimension_0
 
 GROUP_ALIGNMENT = 8
 """Tokens of each local expert are padded to a multiple (``TOKEN_GROUP_ALIGN_SIZE_M``)."""
 ROUTED_INDEX_BYTES = 32
 """Kept for each routed token: int64 index of top-k, sort and division, fp32 score before and after."""
+
 GPT_OSS = "gpt_oss"
 
 
@@ -246,28 +248,6 @@ def expert_params_of(model: ModelSpec, moe: MoeSpec) -> int:
     hidden, dim = moe.expert_hidden_dim, model.dim
     biases = 2 * hidden + dim if model.name == GPT_OSS else 0
     return moe.num_experts * (3 * dim * hidden + biases)
-
-
-def expert_shards_of(dims: ParallelDims) -> int:
-    """Over how many ranks ``fully_shard`` divides a rank's routed experts."""
-    if dims.ep == 1:
-        return dims.fsdp_degree
-    return max(1, dims.fsdp_degree * dims.tp // (dims.etp * dims.ep))
-
-
-def shards_dimension_0(moe: MoeSpec, dims: ParallelDims) -> bool:
-    """Whether the experts themselves are dealt out to the shards (torchtitan's ``apply_fsdp``): without expert
-    parallelism always, with it only where there are no more shards than experts."""
-    return dims.ep == 1 or expert_shards_of(dims) * dims.ep <= moe.num_experts
-
-
-def uneven_experts(model: ModelSpec, moe: MoeSpec, dims: ParallelDims) -> int | None:
-    """Dimension 1 of an expert's weights that its shards do not divide, which FSDP refuses
-    (``NotImplementedError`` "FSDP does not support uneven sharding on dim 1"); ``None``: all is well."""
-    if shards_dimension_0(moe, dims):
-        return None
-    hidden = (2 if model.name == GPT_OSS else 1) * moe.expert_hidden_dim // dims.etp
-    return next((size for size in (hidden, model.dim) if size % expert_shards_of(dims)), None)
 
 
 def moe_of(model: ModelSpec, moe: MoeSpec, dims: ParallelDims, tokens: int) -> Moe:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from titan_tune.domain.calibration import LinkRate
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.errors import InputError, did_you_mean
-from titan_tune.estimate.collectives import Interconnect, Link, Op, Rate
+from titan_tune.estimate.collectives import Exposure, Interconnect, Link, Op, Rate
 
 UNKNOWN_GPU_NODE: Final = "pcie-server"
 """What a GPU that no node lists is taken to sit in: promises least."""
@@ -75,6 +75,16 @@ def _measured_link(measured: tuple[LinkRate, ...], source: str) -> Link:
     """Operations that were not measured go at the pace of the slowest that was."""
     by_op = {Op(item.op): Rate(item.gb_per_s, item.latency_seconds) for item in measured}
     return Link(min(by_op.values()), MappingProxyType(by_op), source)
+
+
+def exposure_by_links(cluster: ClusterSpec, catalogue: Exposure, calibrated: Exposure) -> Exposure:
+    """The one that belongs to the rates of the cluster's links: a calibration is of one node, and the links between
+    nodes are the catalogue's. TP stays inside a node."""
+    if cluster.rates is None or not cluster.rates.links:
+        return catalogue
+    if cluster.num_nodes > 1:
+        return catalogue._replace(tensor_parallel=calibrated.tensor_parallel)
+    return calibrated
 
 
 def node_of(gpu: str) -> str:

@@ -13,12 +13,11 @@ from titan_tune.estimate.blocks import (
     Moe,
     Weight,
     attention_of,
-    expert_shards_of,
     feed_forward_weights,
     moe_of,
     padding_of,
-    uneven_experts,
 )
+from titan_tune.titan.experts import expert_shards_of, uneven_experts
 from titan_tune.units import MIB
 
 CUBLAS_WORKSPACE_BYTES = 2 * 32 * MIB

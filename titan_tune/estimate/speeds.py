@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from titan_tune.domain.cluster import ClusterSpec
 from titan_tune.estimate.collectives import Exposure
+from titan_tune.estimate.interconnect import exposure_by_links
 
 FP32_SHARE_OF_BF16 = 1 / 15
 """H100/H200 data sheet: 67 TFLOP/s fp32 without tensor cores against 989 bf16 (torchtitan leaves TF32 off)."""
@@ -139,10 +140,9 @@ def speeds_of(cluster: ClusterSpec, k: Constants) -> Speeds:
 
 
 def exposure_of(cluster: ClusterSpec, k: Constants) -> Exposure:
-    """What communication adds to a step, against the rates that the cluster's links are taken to have: a calibration
-    is of one node, the links between nodes are the catalogue's. TP stays inside a node."""
-    if cluster.rates is None or not cluster.rates.links:
-        return Exposure(k.overlapped_exposed, tensor_parallel=k.tensor_parallel_exposed)
-    if cluster.num_nodes > 1:
-        return Exposure(k.overlapped_exposed, tensor_parallel=k.calibrated_tensor_parallel)
-    return Exposure(k.calibrated_overlapped, k.calibrated_waited, k.calibrated_tensor_parallel)
+    """What communication adds to a step, against the rates that the cluster's links are taken to have."""
+    return exposure_by_links(
+        cluster,
+        Exposure(k.overlapped_exposed, tensor_parallel=k.tensor_parallel_exposed),
+        Exposure(k.calibrated_overlapped, k.calibrated_waited, k.calibrated_tensor_parallel),
+    )

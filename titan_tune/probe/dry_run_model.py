@@ -30,6 +30,7 @@ from titan_tune.estimate.collectives import (
     collective_seconds,
     exposed_seconds,
 )
+from titan_tune.estimate.interconnect import exposure_by_links
 from titan_tune.estimate.schedule import WEIGHT, rank_operations, stages_of_rank
 from titan_tune.estimate.stages import split_model
 
@@ -43,7 +44,7 @@ DATA_PARALLEL_INTERVAL: Final = 0.08
 """Relative half width of predicted throughput, FSDP, HSDP, DDP and CP. Eight real runs on two H200s lie within 1.2 %
 of what was fitted to them, and within 2.3 % of what was fitted to the other seven; nothing larger was measured."""
 MODEL_PARALLEL_INTERVAL: Final = 0.15
-"""The same with TP, PP or EP, whose communication nothing hides: six such runs within 4 %, one with EP 10 % off."""
+"""The same with TP, PP or EP, whose communication nothing hides: six such runs within 4.2 %, one with EP 10 % off."""
 OTHER_GPU_INTERVAL: Final = 0.10
 """More where the target is another GPU than the one that ran. Assumed."""
 
@@ -212,16 +213,8 @@ def predict(
 def _communication(
     settings: Settings, run: RankRun, interconnect: Interconnect, compute: float
 ) -> CommunicationTime:
-    return exposed_seconds(run.collectives, interconnect, compute, exposure_of(settings.cluster))
-
-
-def exposure_of(cluster: ClusterSpec) -> Exposure:
-    """By where the rates come from: a calibration is of one node, the links between nodes are the catalogue's."""
-    if cluster.rates is None or not cluster.rates.links:
-        return EXPOSURE
-    if cluster.num_nodes > 1:
-        return EXPOSURE._replace(tensor_parallel=CALIBRATED_EXPOSURE.tensor_parallel)
-    return CALIBRATED_EXPOSURE
+    exposure = exposure_by_links(settings.cluster, EXPOSURE, CALIBRATED_EXPOSURE)
+    return exposed_seconds(run.collectives, interconnect, compute, exposure)
 
 
 def _relative_interval(dims: ParallelDims) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from titan_tune.domain.candidate import Value
 from titan_tune.domain.settings import Settings
+from titan_tune.titan.experts import expert_shards_of, uneven_experts
 from titan_tune.titan.rules.facts import DEEPEP_FAMILIES, MOE_FAMILIES_WITH_EP_FSDP
 from titan_tune.titan.rules.registry import Facts, invalid
 
@@ -110,16 +111,14 @@ def uneven_expert_shards(settings: Settings, values: Values) -> Facts | None:
     NotImplementedError "FSDP does not support uneven sharding on dim 1"
     (torch/distributed/fsdp/_fully_shard/_fsdp_param.py). Seen on CPU with torchtitan 0.2.2."""
     dims, model, moe = settings.dims, settings.model, settings.model.moe
-    if dims.ep == 1 or moe is None:
+    if moe is None or (size := uneven_experts(model, moe, dims)) is None:
         return None
-    shards = max(1, dims.fsdp_degree * dims.tp // (dims.etp * dims.ep))
-    if shards * dims.ep <= moe.num_experts:
-        return None
-    hidden = (2 if model.name == "gpt_oss" else 1) * moe.expert_hidden_dim // dims.etp
-    size = next((size for size in (hidden, model.dim) if size % shards), None)
-    if size is None:
-        return None
-    return {"ep": dims.ep, "experts": moe.num_experts // dims.ep, "shards": shards, "size": size}
+    return {
+        "ep": dims.ep,
+        "experts": moe.num_experts // dims.ep,
+        "shards": expert_shards_of(dims),
+        "size": size,
+    }
 
 
 @invalid(
